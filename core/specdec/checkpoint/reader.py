@@ -1,0 +1,276 @@
+"""A checkpoint directory: configuration and named tensors, sharded or not.
+
+Opening reads ``config.json`` and every safetensors header (see :mod:`specdec.checkpoint.header`), so a missing shard or a
+truncated file is reported before anything is allocated; payload is read only by :meth:`Checkpoint.load`, which is also the
+only place that imports torch.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from specdec.checkpoint.header import StoredTensor, read_header
+from specdec.declaration import DTYPE_BYTES, TensorInventory, TensorSpec
+from specdec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 10
+
+
+@frozen(kw_only=True)
+class Validation:
+    """What :meth:`Checkpoint.validate` found. Lists hold at most ten entries, counts are complete.
+
+    ``mismatched`` holds one line per tensor with expected and found; ``found_bytes`` counts every considered tensor.
+    """
+
+    expected_count: int
+    expected_bytes: int
+    found_count: int
+    found_bytes: int
+    missing_count: int
+    missing: tuple[str, ...]
+    unexpected_count: int
+    unexpected: tuple[str, ...]
+    mismatched_count: int
+    mismatched: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if every expected tensor is there with its shape and dtype, and nothing else is."""
+        return not (self.missing_count or self.unexpected_count or self.mismatched_count)
+
+    def summary(self) -> str:
+        """Return one line: counts and the first case of each kind of difference."""
+        faults = [
+            f"{count} {kind} (first: {names[0]})"
+            for kind, count, names in (
+                ("missing", self.missing_count, self.missing),
+                ("mismatched", self.mismatched_count, self.mismatched),
+                ("unexpected", self.unexpected_count, self.unexpected),
+            )
+            if count
+        ]
+        return ", ".join(faults) or f"{self.found_count} tensors as expected"
+
+
+@frozen(kw_only=True, eq=False, repr=False)
+class Checkpoint:
+    """An open checkpoint directory. Build it with :meth:`open`; usable as a context manager.
+
+    ``config`` is the parsed ``config.json`` and must not be changed. Names are those of the files, or what ``rename`` made
+    of them.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    _stored: dict[str, StoredTensor] = field(alias="stored")
+    _files: dict[Path, Any] = field(factory=dict, init=False)
+
+    @classmethod
+    def open(cls, directory: str | Path, *, rename: Callable[[str], str] | None = None) -> "Checkpoint":
+        """Open ``directory``, which holds ``config.json`` and either ``model.safetensors`` or sharded safetensors with
+        ``model.safetensors.index.json`` (the single file wins if both exist, as in transformers).
+
+        ``rename`` maps each stored name to the name used here (for exports with other prefixes). Reads headers only.
+
+        Raises:
+            CheckpointError: if a file is missing or damaged, a tensor is in two shards, the index names a tensor its shard
+                has not got, or two names become the same. One line naming file and tensor.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: no such checkpoint directory")
+        config = _read_object(directory / "config.json")
+        single, index = directory / _SINGLE, directory / _INDEX
+        if not single.exists() and not index.exists():
+            raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX} found; name a directory of safetensors")
+        tensors = read_header(single) if single.exists() else _read_shards(index)
+        stored: dict[str, StoredTensor] = {}
+        for tensor in tensors:
+            name = rename(tensor.name) if rename else tensor.name
+            if name in stored:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} was already found as {stored[name].name} in "
+                    f"{stored[name].path.name}; each tensor may be stored once"
+                )
+            stored[name] = tensor
+        return cls(directory=directory, config=config, stored=stored)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, in the order of the files."""
+        return tuple(self._stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return dtype, shape, bytes and file of a tensor.
+
+        Raises:
+            CheckpointError: if there is no such tensor; close names are offered.
+        """
+        found = self._stored.get(name)
+        if found is None:
+            # Comparing with hundreds of thousands of names takes minutes; the last component is what is mistyped least.
+            tail = name.rsplit(".", 1)[-1]
+            likely = [other for other in self._stored if other.endswith(tail)][:2000]
+            close = get_close_matches(name, likely, n=2, cutoff=0.8)
+            hint = f"; similar: {', '.join(close)}" if close else ""
+            raise CheckpointError(f"{self.directory}: no tensor {name} among {len(self._stored)}{hint}")
+        return found
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return name, shape and dtype of a tensor.
+
+        Raises:
+            CheckpointError: if there is no such tensor, or no declaration can name its dtype.
+        """
+        found = self.stored(name)
+        if found.dtype not in DTYPE_BYTES:
+            raise CheckpointError(
+                f"{found.path}: tensor {name} has dtype {found.dtype}; usable: {', '.join(DTYPE_BYTES)}"
+            )
+        return TensorSpec(name=name, shape=found.shape, dtype=found.dtype)
+
+    def expect(self, spec: TensorSpec) -> None:
+        """Check that ``spec.name`` is stored with exactly that shape and dtype.
+
+        Raises:
+            CheckpointError: if it is missing or differs; the line names file, tensor, expected and found.
+        """
+        difference = _difference(spec, self.stored(spec.name))
+        if difference:
+            raise CheckpointError(f"{self._stored[spec.name].path}: tensor {difference}")
+
+    def load(self, name: str, *, mapped: bool = False) -> "torch.Tensor":
+        """Return a tensor on the CPU, as stored.
+
+        A fresh copy by default. With ``mapped`` it is a view of the file's memory mapping: nothing is read until used, it
+        must not be written to, and other views see the same memory (for tables larger than memory).
+
+        Raises:
+            CheckpointError: if there is no such tensor or its file can no longer be read.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        found = self.stored(name)
+        try:
+            if found.path not in self._files:
+                self._files[found.path] = safe_open(found.path, framework="pt", device="cpu")
+            tensor = self._files[found.path].get_tensor(found.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{found.path}: tensor {name} cannot be read: {error}") from error
+        return tensor if mapped else tensor.clone()
+
+    def validate(self, inventory: TensorInventory, names: Iterable[str] | None = None) -> Validation:
+        """Compare ``names`` (default: all tensors) with ``inventory``; reads headers only and raises nothing.
+
+        ``names`` selects the tensors that may belong to the inventory's part of the model: those among them that it does
+        not declare are unexpected. Everything it declares must be in the checkpoint, selected or not.
+        """
+        unexpected, mismatched = _Listing(), _Listing()
+        found_count = found_bytes = present = 0
+        for name in self._stored if names is None else names:
+            stored, spec = self._stored[name], inventory.lookup(name)
+            found_count, found_bytes = found_count + 1, found_bytes + stored.bytes
+            if spec is None:
+                unexpected.add(name)
+                continue
+            present += 1
+            difference = _difference(spec, stored)
+            if difference:
+                mismatched.add(difference)
+        missing = _Listing()
+        if present < inventory.count:
+            for spec in inventory.expand():
+                if spec.name not in self._stored:
+                    missing.add(spec.name)
+        return Validation(
+            expected_count=inventory.count,
+            expected_bytes=inventory.bytes,
+            found_count=found_count,
+            found_bytes=found_bytes,
+            missing_count=missing.count,
+            missing=tuple(missing.first),
+            unexpected_count=unexpected.count,
+            unexpected=tuple(unexpected.first),
+            mismatched_count=mismatched.count,
+            mismatched=tuple(mismatched.first),
+        )
+
+    def close(self) -> None:
+        """Release the open files. Mapped tensors stay valid; the checkpoint may be used again."""
+        self._files.clear()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Listing:
+    """Counts everything, keeps the first few."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.count += 1
+        if self.count <= _SHOWN:
+            self.first.append(line)
+
+
+def _difference(spec: TensorSpec, stored: StoredTensor) -> str | None:
+    if spec.shape == stored.shape and spec.dtype == stored.dtype:
+        return None
+    return f"{spec.name}: expected {spec.dtype} {list(spec.shape)}, found {stored.dtype} {list(stored.shape)}"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}, needs an object")
+    return content
+
+
+def _read_shards(index: Path) -> list[StoredTensor]:
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or empty; it maps each tensor to its file")
+    by_shard: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        # A name that leads out of the directory would let a downloaded index read any file.
+        if not isinstance(shard, str) or Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise CheckpointError(f"{index}: tensor {name}: {shard!r} is not a file name inside the directory")
+        by_shard.setdefault(shard, []).append(name)
+    tensors: list[StoredTensor] = []
+    for shard in sorted(by_shard):
+        path = index.parent / shard
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing shard; {index.name} expects tensor {by_shard[shard][0]} in it")
+        held = read_header(path)
+        absent = set(by_shard[shard]) - {tensor.name for tensor in held}
+        if absent:
+            raise CheckpointError(f"{path}: has no tensor {min(absent)}, although {index.name} names this file for it")
+        tensors += held
+    return tensors

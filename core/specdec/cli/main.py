@@ -1,0 +1,124 @@
+"""Entry of the ``specdec`` command: finds the subcommand, imports its module alone, and turns errors into exit codes.
+
+Each subcommand is a module with ``add_parser(subparsers)`` and ``run(args) -> int``. Only the one that is called is
+imported, so a help text never waits for torch.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from specdec import __version__
+from specdec.errors import ExitCode, SpecdecError, UsageError
+
+__all__ = ["COMMANDS", "main"]
+
+#: Subcommand → (module, one line for the help text).
+COMMANDS: dict[str, tuple[str, str]] = {
+    "recipes": ("specdec.cli.recipes", "list recipes, or every number of one with its source"),
+    "plugins": ("specdec.cli.plugins", "list installed plugins and why one is not loaded"),
+    "run": ("specdec.cli.run", "generate text speculatively and say what it gained"),
+    "demo": ("specdec.cli.demo", "generate with and without drafts and compare both"),
+    "inspect": ("specdec.cli.inspect", "compare a checkpoint folder with a recipe, without reading weights"),
+}
+
+TRACEBACK_VARIABLE = "SPECDEC_TRACEBACK"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong option as one line, like every other refusal, instead of a usage text and a line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code (``specdec.errors.ExitCode``). ``argv`` excludes the program name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        # Before anything else: this must work whatever is installed.
+        if arguments[:1] in (["--version"], ["-V"]):
+            print(f"specdec {__version__}")
+            code = int(ExitCode.OK)
+        else:
+            code = _dispatch(arguments)
+        # Here and not at exit, where a closed pipe could only be reported as an error.
+        sys.stdout.flush()
+        return code
+    except SystemExit as leaving:  # argparse leaves this way after a help text
+        return leaving.code if isinstance(leaving.code, int) else int(ExitCode.OK)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has what it wanted. The rest of the buffer goes nowhere, or the interpreter would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.OK)
+    except SpecdecError as error:
+        _show_traceback()
+        _say(f"error: {error}")
+        return int(error.exit_code)
+    except Exception as error:
+        if not _show_traceback():
+            message = " / ".join(str(error).split("\n")) or "no message"
+            _say(f"internal error: {type(error).__name__}: {message} (set {TRACEBACK_VARIABLE}=1 to see where)")
+        return int(ExitCode.FAILURE)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command = arguments[0] if arguments else None
+    if command is not None and not command.startswith("-") and command not in COMMANDS:
+        raise UsageError(f"unknown command {command!r}; {_suggestion(command)}")
+    parser = _Parser(
+        prog="specdec",
+        description="Speculative decoding with models as plugins.",
+        epilog="'specdec COMMAND --help' explains a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", "-V", action="version", version=f"specdec {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    if command not in COMMANDS:
+        for name, (_, summary) in COMMANDS.items():
+            subparsers.add_parser(name, help=summary)
+        if command is None:
+            parser.print_help(sys.stderr)
+            return int(ExitCode.USAGE)
+        parser.parse_args(arguments)
+        raise UsageError(f"no command given; commands: {', '.join(COMMANDS)}")
+    module = import_module(COMMANDS[command][0])
+    module.add_parser(subparsers)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = re.findall(r"--[a-z][a-z0-9-]*", subparsers.choices[command].format_usage())
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(f"unknown argument {unknown[0]!r}; {hint}see 'specdec {command} --help'")
+    return int(module.run(args))
+
+
+def _suggestion(command: str) -> str:
+    close = difflib.get_close_matches(command, COMMANDS, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"commands: {', '.join(COMMANDS)}"
+
+
+def _show_traceback() -> bool:
+    """Prints the traceback of the error being handled if the user asked for it."""
+    if os.environ.get(TRACEBACK_VARIABLE, "") in ("", "0"):
+        return False
+    import traceback
+
+    traceback.print_exc()
+    return True
+
+
+def _say(line: str) -> None:
+    print(f"specdec: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What the core asks of a model: the objects that plugin hooks return, and what the core hands them.
+
+Protocols only; nothing here is inherited. Torch types are imported for the type checker alone, so reading the contract
+loads nothing.
+
+Letters: B lanes, K draft tokens, W = K + 1 verification width, V vocabulary, N consumed tokens, t emitted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdec.state.requests import Lanes
+    from specdec.state.store import StateStore
+
+__all__ = ["Capacities", "Drafter", "Proposer", "Round", "Target"]
+
+
+@frozen(kw_only=True)
+class Capacities:
+    """What preparation decided to hold. Handed to ``build_target_state`` and ``load_drafter``.
+
+    slots: requests that can be resident (R). context: most tokens of one request, prompt and output. pages: 64-token pages of
+    each paged pool, trash page not counted. max_draft_tokens: the history horizon is this plus one whatever a round uses.
+    dtype: torch dtype name of activations and weights, e.g. "float32". prefill_rows: most rows of one prompt chunk.
+    """
+
+    slots: int
+    context: int
+    pages: int
+    max_draft_tokens: int
+    dtype: str
+    prefill_rows: int
+
+
+@runtime_checkable
+class Target(Protocol):
+    """Target weights and the target's per-request state. Methods are tensor programs on fixed buffers (the guard checks)."""
+
+    store: StateStore
+    vocab_size: int
+
+    def prefill(self, tokens: Tensor, slot: Tensor, start: int) -> Tensor:
+        """Consumes a prompt chunk of one request and commits all of it.
+
+        tokens: [T] int64; slot: [1] int64; start: N before the chunk. Returns the chunk's feedback rows [T, D]. Changes the
+        store. May be called with any T ≥ 1 at any start.
+        """
+
+    def first_logits(self, slots: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the consumed ones, from the saved sampling vector. Changes nothing."""
+
+    def verify(self, tokens: Tensor, lanes: Lanes) -> Tensor:
+        """Runs the target on W inputs per lane at positions N … N+W−1; row j sees exactly the candidate prefix up to j.
+
+        tokens: [B, W] int64. Returns logits [B, W, V]. Writes candidates (columns, window candidates, private pages) and
+        changes nothing committed.
+        """
+
+    def commit(self, lanes: Lanes, taken: Tensor) -> None:
+        """Selects the state after verification input ``taken − 1`` (taken [B] int64; 0 keeps the state)."""
+
+    def feedback(self, slots: Tensor) -> Tensor:
+        """Saved feedback row h[N−1] of each slot, [B, D]; what a drafter completes with the pending token."""
+
+    def feedback_rows(self, slots: Tensor, rows: int) -> Tensor:
+        """Feedback of the last verification's first ``rows`` inputs, [B, rows, D]."""
+
+    def faults(self, slots: Tensor) -> Tensor:
+        """Number of broken state invariants seen since admission, [B] int64; anything but 0 ends the request with an error."""
+
+
+class Proposer(Protocol):
+    """Draws draft tokens for a drafter; owned by the core, so that the stored law is the law that was drawn from."""
+
+    def draw(self, depth: int, logits: Tensor) -> Tensor:
+        """Filters logits [B, V] by each lane's sampling options, stores the law as ``draft_probs[:, depth]`` and returns
+        the drawn tokens [B] int64."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Draft weights and draft state. Same rules as ``Target``."""
+
+    store: StateStore
+
+    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
+        """Absorbs prompt rows start … start+T−1 from real feedback: row i pairs h[i] with x[i+1].
+
+        feedback: [T, D]; tokens: [T] int64 are x[start+1 … start+T]; slot: [1].
+        """
+
+    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> None:
+        """Completes row N−1 (saved feedback, pending token), then proposes ``draft_tokens`` tokens through ``proposer``.
+
+        With ``draft_tokens`` = 0 it absorbs row N−1 and proposes nothing. Called before verification, which overwrites
+        the saved feedback.
+        """
+
+    def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
+        """Rewrites draft history from real feedback: rows N … N+t−2, pair j = (h[N+j], emitted token j).
+
+        tokens: [B, W] int64 emitted tokens, W ≥ 2 (−1 padded); emitted: [B] int64 t. Called after verification and before
+        ``Target.commit``; not called when W = 1, where row N−1 is all there is.
+        """
+
+    def faults(self, slots: Tensor) -> Tensor:
+        """As ``Target.faults``."""
+
+
+@runtime_checkable
+class Round(Protocol):
+    """One captured or eager round of one shape."""
+
+    def submit(self, slots: Sequence[int], ceilings: Sequence[int], frame: int) -> None:
+        """Copies the host's frozen decisions into the staging buffer (one copy) and runs the round."""
+
+    def run(self) -> None:
+        """The tensor program alone, reading the staging buffer. This is what a CUDA graph captures."""
+

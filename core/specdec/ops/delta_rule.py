@@ -1,0 +1,85 @@
+"""Gated delta rule: the recurrence row by row, and its chunked form for prompts.
+
+Per value head with state S [v, k], decay α in (0, 1], write strength β:
+
+    S ← α S;   δ = β (v − S k);   S ← S + δ kᵀ;   o = S q
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464); chunked (WY) form: the same paper, section 3.3.
+Value heads that share a key head are stacked: with G value heads per key head, the state of a key head is [G·v, k].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def delta_rule_rows(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Runs T rows one after the other and keeps the state after each of them.
+
+    state: [B, Hk, G·v, d]; q, k: [B, T, Hk, d], normalised and scaled; v: [B, T, Hk, G·v]; decay, beta: [B, T, Hk, G].
+    Returns (outputs [B, T, Hk, G·v], states [B, T, Hk, G·v, d]); all in the dtype of ``state``, which is not changed.
+    Each row uses operators of the same shape whatever T is, so a row's result does not depend on the width of its round.
+    """
+    batch, rows, heads, width = v.shape
+    group = decay.shape[-1]
+    dim = state.shape[-1]
+    per_row = (batch * heads, rows)
+    keys = k.transpose(1, 2).reshape(*per_row, dim, 1).unbind(1)
+    queries = q.transpose(1, 2).reshape(*per_row, dim, 1).unbind(1)
+    values = v.transpose(1, 2).reshape(*per_row, group, width // group).unbind(1)
+    decays = decay.transpose(1, 2).reshape(*per_row, group, 1).unbind(1)
+    betas = beta.transpose(1, 2).reshape(*per_row, group, 1).unbind(1)
+    current = state.reshape(batch * heads, width, dim)
+    outputs, states = [], []
+    for key, query, value, alpha, strength in zip(keys, queries, values, decays, betas, strict=True):
+        current = (current.view(batch * heads, group, -1) * alpha).view(batch * heads, width, dim)
+        read = torch.bmm(current, key).view(batch * heads, group, -1)
+        correction = (strength * (value - read)).view(batch * heads, width, 1)
+        current = torch.addcmul(current, correction, key.transpose(1, 2))
+        outputs.append(torch.bmm(current, query))
+        states.append(current)
+    out = torch.stack(outputs, dim=1).view(batch, heads, rows, width).transpose(1, 2)
+    kept = torch.stack(states, dim=1).view(batch, heads, rows, width, dim).transpose(1, 2)
+    return out, kept
+
+
+def delta_rule_chunks(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunk: int = 64
+) -> tuple[Tensor, Tensor]:
+    """The same recurrence for a whole prompt piece, in chunks; only the state after the last row is returned.
+
+    Shapes as ``delta_rule_rows`` with ``log_decay`` = ln α. Returns (outputs [B, T, Hk, G·v], state [B, Hk, G·v, d]).
+    Equal to the row form up to rounding; never mix the two where bit equality across widths is claimed.
+    """
+    batch, rows, heads, width = v.shape
+    group = log_decay.shape[-1]
+    dim, value_dim = state.shape[-1], width // group
+    current = state.view(batch, heads, group, value_dim, dim).transpose(-1, -2)  # [B, Hk, G, d, v]
+    outputs = []
+    for start in range(0, rows, chunk):
+        piece = slice(start, min(start + chunk, rows))
+        kq = k[:, piece].transpose(1, 2).unsqueeze(2)  # [B, Hk, 1, C, d]
+        qq = q[:, piece].transpose(1, 2).unsqueeze(2)
+        vv = v[:, piece].view(batch, -1, heads, group, value_dim).permute(0, 2, 3, 1, 4)  # [B, Hk, G, C, v]
+        bb = beta[:, piece].permute(0, 2, 3, 1).unsqueeze(-1)  # [B, Hk, G, C, 1]
+        cum = log_decay[:, piece].permute(0, 2, 3, 1).cumsum(-1)  # [B, Hk, G, C]
+        size = cum.shape[-1]
+        causal = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+        # masked before exp: above the diagonal the difference is positive and may overflow
+        gamma = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+        strict = bb * (kq @ kq.transpose(-1, -2)) * gamma
+        lower = torch.eye(size, dtype=v.dtype, device=v.device) + strict.tril(-1)
+        grown = cum.exp().unsqueeze(-1)
+        solved = torch.linalg.solve_triangular(
+            lower, torch.cat([bb * vv, bb * grown * kq.expand(-1, -1, group, -1, -1)], dim=-1), upper=False
+        )
+        corrected = solved[..., :value_dim] - solved[..., value_dim:] @ current
+        out = (grown * qq) @ current + ((qq @ kq.transpose(-1, -2)) * gamma) @ corrected
+        last = cum[..., -1:]
+        carry = (last - cum).exp().unsqueeze(-1) * kq
+        current = last.exp().unsqueeze(-1) * current + carry.transpose(-1, -2) @ corrected
+        outputs.append(out.permute(0, 3, 1, 2, 4).reshape(batch, size, heads, width))
+    return torch.cat(outputs, dim=1), current.transpose(-1, -2).reshape(batch, heads, width, dim)

@@ -1,0 +1,1 @@
+"""The speculative round: transaction, completion records, arena. Needs torch except ``completion``; import the module you need."""

@@ -1,0 +1,46 @@
+"""What the core allocates for rounds: request table, completion frames, staging and scratch that outlives an operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.round.completion import METADATA_FIELDS
+from specdec.state.requests import RequestTable
+
+
+class Arena:
+    """Buffers shared by all round shapes of one loaded model. Allocation happens at preparation only.
+
+    frames: [2 · (R + 1), 16 + W_max] int64, see ``completion``. ``scratch`` returns a view of storage that rounds of the same
+    model reuse: whatever must survive the round belongs to a state store, a frame or the request table.
+    """
+
+    def __init__(self, *, slots: int, max_draft_tokens: int, stop_ids: int, device: torch.device) -> None:
+        self.slots = slots
+        self.max_draft_tokens = max_draft_tokens
+        self.device = device
+        self.requests = RequestTable(slots=slots, stop_ids=stop_ids, device=device)
+        self.frames = torch.full(
+            (2 * (slots + 1), METADATA_FIELDS + max_draft_tokens + 1), -1, dtype=torch.int64, device=device
+        )
+        self._scratch: dict[str, Tensor] = {}
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A view [*shape] of the named scratch buffer, which grows to the largest shape asked for at preparation.
+
+        Views handed out before a growth keep their own storage, so shapes may be prepared in any order.
+        """
+        size = 1
+        for extent in shape:
+            size *= extent
+        held = self._scratch.get(name)
+        if held is None or held.numel() < size or held.dtype != dtype:
+            held = torch.zeros(size, dtype=dtype, device=self.device)
+            self._scratch[name] = held
+        return held[:size].view(shape)
+
+    def read_frame(self, frame: int, slots: list[int]) -> list[list[int]]:
+        """Records of the given slots as Python integers. Synchronises with the device; called between rounds only."""
+        rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64).to(self.device)
+        return self.frames.index_select(0, rows).cpu().tolist()

@@ -1,0 +1,271 @@
+"""One speculative round as a transaction: draft, verify, law, accept, clip, commit, complete.
+
+``ChainRound.run`` is the whole round, top to bottom. It is a tensor program on fixed buffers: the host's decisions are in the
+staging buffer, the outcome is in a transfer frame and in the state stores, and nothing in between synchronises.
+
+Letters: B lanes, K draft tokens, W = K + 1, V vocabulary, N consumed tokens, a accepted drafts, t emitted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from specdec.catalog import RoundShape
+from specdec.interfaces import Drafter, Target
+from specdec.round.arena import Arena
+from specdec.round.completion import METADATA_FIELDS, Finish
+from specdec.sampling.chain import chain_verify, resolve_empty, sample
+from specdec.sampling.law import LawParams, law
+from specdec.sampling.philox import round_uniforms
+from specdec.state.requests import BUDGET, CONSUMED, EPOCH, GENERATED, PENDING, REQUEST, SEED, Lanes
+
+
+@frozen(kw_only=True, eq=False)
+class ChainProposer:
+    """Draws drafts and keeps the law they were drawn from. tokens: [B, K] int64; probs: [B, K, V] float32."""
+
+    params: LawParams
+    uniforms: Tensor
+    tokens: Tensor
+    probs: Tensor
+    vocab_size: int
+
+    def draw(self, depth: int, logits: Tensor) -> Tensor:
+        """See ``Proposer.draw``. A row without mass (NaN logits) proposes token 0 under a law of zeros: it is rejected unless
+        the target itself would have drawn it, and the lane goes on from the target."""
+        probs = torch.nan_to_num(law(logits, self.params, self.vocab_size), nan=0.0)
+        token = sample(probs, self.uniforms[:, depth]).clamp(min=0)
+        self.probs[:, depth] = probs
+        self.tokens[:, depth] = token
+        return token
+
+
+class Staging:
+    """The host's frozen decisions of one round: [lane slots B | draft ceilings B | frame | round number] int64."""
+
+    def __init__(self, arena: Arena, batch: int) -> None:
+        self.batch = batch
+        self.spare = arena.slots
+        self._host = torch.zeros(2 * batch + 2, dtype=torch.int64, pin_memory=arena.device.type == "cuda")
+        self._device = torch.zeros(2 * batch + 2, dtype=torch.int64, device=arena.device)
+        self._device[:batch] = self.spare
+        self.slots = self._device[:batch]
+        self.ceilings = self._device[batch : 2 * batch]
+        self.frame = self._device[2 * batch]
+        self.round = self._device[2 * batch + 1]
+
+    def write(self, slots: Sequence[int], ceilings: Sequence[int], number: int) -> None:
+        """Fills unused lanes with the spare slot and copies everything at once. Frames alternate with the round number."""
+        idle = self.batch - len(slots)
+        row = [*slots, *[self.spare] * idle, *ceilings, *[0] * idle, number % 2, number]
+        self._host.copy_(torch.tensor(row, dtype=torch.int64))
+        self._device.copy_(self._host, non_blocking=True)
+
+
+class _Settlement:
+    """Clip, commit of the request table and completion record: the same for every kind of round."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, arena: Arena, staging: Staging, width: int) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.arena = arena
+        self.staging = staging
+        self.columns = torch.arange(width, device=arena.device)
+        padding = arena.max_draft_tokens + 1 - width
+        self.padding = torch.full((staging.batch, padding), -1, dtype=torch.int64, device=arena.device)
+
+    def clip(self, lanes: Lanes, tokens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Emitted length t [B] and finish code [B].
+
+        tokens: [B, W] emitted if nothing clips, −1 padded. The first stop id, the budget and a missing token end the prefix;
+        a missing token (the target's row is not a law) or a broken state invariant ends the request as FAULT.
+        """
+        rows = lanes.integers
+        remaining = rows[:, BUDGET] - rows[:, GENERATED]
+        missing = tokens.gather(1, accepted.unsqueeze(1)).squeeze(1) < 0
+        offered = accepted + 1 - missing.to(torch.int64)
+        stops = self.arena.requests.stops.index_select(0, lanes.slots)
+        stopping = (tokens.unsqueeze(2) == stops.unsqueeze(1)).any(2) & (self.columns < offered.unsqueeze(1))
+        until_stop = torch.where(stopping, self.columns + 1, offered.unsqueeze(1) + 1).amin(1)
+        emitted = torch.minimum(torch.minimum(offered, remaining), until_stop) * lanes.live
+        faults = self.target.faults(lanes.slots)
+        if self.drafter is not None:
+            faults = faults + self.drafter.faults(lanes.slots)
+        broken = (missing & (emitted == offered)) | (faults > 0)
+        finish = torch.where(emitted == remaining, int(Finish.LENGTH), int(Finish.NONE))
+        finish = torch.where(emitted == until_stop, int(Finish.STOP), finish)
+        return emitted, torch.where(broken, int(Finish.FAULT), finish)
+
+    def complete(
+        self,
+        lanes: Lanes,
+        *,
+        tokens: Tensor,
+        accepted: Tensor,
+        offered: Tensor,
+        emitted: Tensor,
+        consumed: Tensor,
+        finish: Tensor,
+    ) -> None:
+        """Advances the request table and writes one record per lane; dead lanes report themselves with zero emission."""
+        live = lanes.live
+        last = tokens.gather(1, (emitted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        terminal = (finish != int(Finish.NONE)) | ~live
+        advanced = self.arena.requests.advance(
+            lanes, consumed=consumed, emitted=emitted, last=last, terminal=terminal
+        )
+        rows = torch.where(live.unsqueeze(1), advanced, lanes.resident)
+        draft_rows = faults = torch.zeros_like(emitted)
+        if self.drafter is not None:
+            draft_rows = self.drafter.store["rows"][0].index_select(0, lanes.slots).view(-1)
+            faults = self.drafter.faults(lanes.slots)
+        faults = faults + self.target.faults(lanes.slots)
+        zero = torch.zeros_like(emitted)
+        metadata = torch.stack(
+            [
+                rows[:, REQUEST],
+                rows[:, EPOCH],
+                self.staging.round.expand_as(emitted),
+                lanes.requested,
+                finish * live,
+                rows[:, CONSUMED],
+                rows[:, GENERATED],
+                rows[:, PENDING],
+                emitted,
+                offered * live,
+                offered * live,
+                accepted * live,
+                zero,
+                draft_rows * live,
+                zero + self.columns.shape[0],
+                faults * live,
+            ],
+            dim=1,
+        )
+        shown = torch.where(self.columns < emitted.unsqueeze(1), tokens, -1)
+        record = torch.cat([metadata, shown, self.padding], dim=1)
+        index = self.staging.frame * (self.arena.slots + 1) + lanes.requested
+        self.arena.frames.index_copy_(0, index, record)
+
+
+class ChainRound:
+    """The ordinary chain round of one shape: K learned drafts, W = K + 1 verified inputs, eager or captured alike."""
+
+    def __init__(
+        self, *, target: Target, drafter: Drafter | None, shape: RoundShape, arena: Arena, max_draft_tokens: int
+    ) -> None:
+        if shape.draft_tokens and drafter is None:
+            raise ValueError(f"a round with {shape.draft_tokens} drafts needs a drafter")
+        self.target = target
+        self.drafter = drafter
+        self.shape = shape
+        self.arena = arena
+        self.max_draft_tokens = max_draft_tokens
+        self.staging = Staging(arena, shape.batch)
+        self._settlement = _Settlement(target, drafter, arena, self.staging, shape.verify_width)
+        drafts, vocab = shape.draft_tokens, target.vocab_size
+        self.draft_probs = arena.scratch("draft_probs", (shape.batch, drafts, vocab), torch.float32)
+        self.draft_tokens = arena.scratch("draft_tokens", (shape.batch, drafts), torch.int64)
+
+    def submit(self, slots: Sequence[int], ceilings: Sequence[int], number: int) -> None:
+        """See ``Round.submit``."""
+        self.staging.write(slots, ceilings, number)
+        self.run()
+
+    def run(self) -> None:
+        """See ``Round.run``.
+
+        The accept rule in words: draft token x with draft law q and target law p is accepted with probability min(1, p(x)/q(x));
+        the first rejected one is replaced by a draw from the positive part of p − q; after K acceptances a bonus token is
+        drawn from the last row of p.
+        """
+        target, drafter, settlement = self.target, self.drafter, self._settlement
+        drafts = self.shape.draft_tokens
+        lanes = self.arena.requests.lanes(self.staging.slots)
+        params = lanes.law
+        target_u, draft_u = round_uniforms(lanes.integers[:, SEED], lanes.consumed, self.max_draft_tokens)
+
+        # 1 draft
+        if drafter is not None:
+            proposer = ChainProposer(
+                params=params,
+                uniforms=draft_u,
+                tokens=self.draft_tokens,
+                probs=self.draft_probs,
+                vocab_size=target.vocab_size,
+            )
+            drafter.propose(lanes, drafts, proposer)
+
+        # 3 verify (2, copied drafts, has nothing to replace in this round)
+        tokens = torch.cat([lanes.pending.unsqueeze(1), self.draft_tokens], dim=1)
+        logits = target.verify(tokens, lanes)
+
+        # 4 law
+        target_probs = law(logits, params, target.vocab_size)
+
+        # 5 accept: a lane's drafts count only up to its ceiling and to what its budget can still emit
+        remaining = lanes.integers[:, BUDGET] - lanes.integers[:, GENERATED]
+        offered = torch.minimum(self.staging.ceilings, remaining - 1).clamp(min=0, max=drafts)
+        outcome = resolve_empty(
+            chain_verify(self.draft_tokens, self.draft_probs, target_probs, target_u, offered), self.draft_tokens
+        )
+
+        # 6 clip
+        emitted, finish = settlement.clip(lanes, outcome.tokens, outcome.accepted)
+
+        # 7 commit
+        if drafter is not None and drafts:
+            drafter.absorb(lanes, outcome.tokens, emitted)
+        target.commit(lanes, emitted)
+
+        # 8 complete
+        settlement.complete(
+            lanes,
+            tokens=outcome.tokens,
+            accepted=outcome.accepted,
+            offered=offered,
+            emitted=emitted,
+            consumed=emitted,
+            finish=finish,
+        )
+
+
+class FirstToken:
+    """Samples the first token of requests whose prompt is consumed, from the saved sampling vector; no target pass.
+
+    It is the bonus draw of a round that would have started one position earlier, so it uses that position's words.
+    """
+
+    def __init__(self, *, target: Target, drafter: Drafter | None, arena: Arena, batch: int) -> None:
+        self.target = target
+        self.arena = arena
+        self.max_draft_tokens = arena.max_draft_tokens
+        self.staging = Staging(arena, batch)
+        self._settlement = _Settlement(target, drafter, arena, self.staging, 1)
+
+    def submit(self, slots: Sequence[int], number: int) -> None:
+        """Copies the slots to the staging buffer and runs. Lanes beyond ``slots`` are dead."""
+        self.staging.write(slots, [0] * len(slots), number)
+        self.run()
+
+    def run(self) -> None:
+        """The tensor program alone; reads the staging buffer."""
+        lanes = self.arena.requests.lanes(self.staging.slots)
+        target_u, _ = round_uniforms(lanes.integers[:, SEED], lanes.consumed - 1, self.max_draft_tokens)
+        probs = law(self.target.first_logits(lanes.slots), lanes.law, self.target.vocab_size)
+        tokens = sample(probs, target_u[:, 0]).unsqueeze(1)
+        nothing = torch.zeros_like(lanes.slots)
+        emitted, finish = self._settlement.clip(lanes, tokens, nothing)
+        self._settlement.complete(
+            lanes,
+            tokens=tokens,
+            accepted=nothing,
+            offered=nothing,
+            emitted=emitted,
+            consumed=nothing,
+            finish=finish,
+        )

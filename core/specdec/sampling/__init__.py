@@ -1,0 +1,9 @@
+"""Sampling: the random stream, the sampling law and chain verification.
+
+    params.py   what a request asks for (torch-free; the command line imports it)
+    philox.py   counter-based random words and uniforms, and the words a round owns
+    law.py      logits to probabilities: temperature, min-p, top-k, top-p, greedy
+    chain.py    accept or correct a chain of draft tokens
+
+This package imports nothing by itself, so that `specdec.sampling.params` stays free of torch.
+"""

@@ -1,0 +1,127 @@
+"""Request table: what the device knows about each request. One row per slot, plus the neutral spare row of dead lanes."""
+
+from __future__ import annotations
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from specdec.sampling.law import LawParams
+from specdec.sampling.params import SamplingParams
+
+# integer columns
+CONSUMED, PENDING, GENERATED, BUDGET, TERMINAL, REQUEST, EPOCH, SEED, TOP_K, GREEDY = range(10)
+INTEGER_COLUMNS = 10
+# float columns
+TEMPERATURE, TOP_P, MIN_P = range(3)
+FLOAT_COLUMNS = 3
+# pads a request's stop ids; no token id, and not the −1 that pads emitted tokens
+NO_STOP = -2
+
+
+@frozen(kw_only=True, eq=False)
+class Lanes:
+    """The lanes of one round after dead ones were redirected to the spare slot.
+
+    slots: [B] int64; live: [B] bool; consumed, pending: [B] int64 (1 and 0 in dead lanes); integers: [B, 10] int64,
+    floats: [B, 3] float32, the table rows of the effective slots. requested, resident: slots and integer rows before the
+    redirection, which name the request a record is about.
+    """
+
+    requested: Tensor
+    resident: Tensor
+    slots: Tensor
+    live: Tensor
+    integers: Tensor
+    floats: Tensor
+    consumed: Tensor = field(init=False)
+    pending: Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "consumed", self.integers[:, CONSUMED])
+        object.__setattr__(self, "pending", self.integers[:, PENDING])
+
+    @property
+    def count(self) -> int:
+        """B."""
+        return self.slots.shape[0]
+
+    @property
+    def law(self) -> LawParams:
+        """Sampling parameters of every lane."""
+        return LawParams(
+            temperature=self.floats[:, TEMPERATURE],
+            top_p=self.floats[:, TOP_P],
+            min_p=self.floats[:, MIN_P],
+            top_k=self.integers[:, TOP_K],
+            greedy=self.integers[:, GREEDY] > 0,
+        )
+
+
+class RequestTable:
+    """Device rows of R requests. Host methods run between rounds; ``lanes`` and ``advance`` inside one."""
+
+    def __init__(self, *, slots: int, stop_ids: int, device: torch.device) -> None:
+        self.slots = slots
+        self.spare = slots
+        self.device = device
+        self.integers = torch.zeros(slots + 1, INTEGER_COLUMNS, dtype=torch.int64, device=device)
+        self.floats = torch.ones(slots + 1, FLOAT_COLUMNS, dtype=torch.float32, device=device)
+        self.stops = torch.full((slots + 1, stop_ids), NO_STOP, dtype=torch.int64, device=device)
+        # neutral row: one consumed token, so that position N − 1 exists; terminal, so that nothing advances
+        self.integers[:, CONSUMED] = 1
+        self.integers[:, TERMINAL] = 1
+
+    def admit(
+        self,
+        slot: int,
+        *,
+        request: int,
+        epoch: int,
+        consumed: int,
+        budget: int,
+        sampling: SamplingParams,
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        """Writes a request's row once its prompt is consumed; it has no pending token until ``start`` sampled one."""
+        row = [0] * INTEGER_COLUMNS
+        row[CONSUMED], row[BUDGET], row[REQUEST], row[EPOCH] = consumed, budget, request, epoch
+        row[SEED], row[TOP_K], row[GREEDY] = sampling.seed, sampling.top_k, int(sampling.greedy)
+        self.integers[slot] = torch.tensor(row, dtype=torch.int64).to(self.device)
+        floats = [sampling.temperature, sampling.top_p, sampling.min_p]
+        self.floats[slot] = torch.tensor(floats, dtype=torch.float32).to(self.device)
+        padded = list(stop_ids) + [NO_STOP] * (self.stops.shape[1] - len(stop_ids))
+        self.stops[slot] = torch.tensor(padded, dtype=torch.int64).to(self.device)
+
+    def retire(self, slot: int) -> None:
+        """Makes a slot neutral again."""
+        self.integers[slot] = self.integers[self.spare]
+        self.stops[slot] = NO_STOP
+
+    def lanes(self, slots: Tensor) -> Lanes:
+        """Rows of a round's lanes; terminal requests become dead lanes. slots: [B] int64. Does not change the table."""
+        resident = self.integers.index_select(0, slots)
+        live = resident[:, TERMINAL] == 0
+        effective = torch.where(live, slots, self.spare)
+        return Lanes(
+            requested=slots,
+            resident=resident,
+            slots=effective,
+            live=live,
+            integers=torch.where(live.unsqueeze(1), resident, self.integers[self.spare]),
+            floats=self.floats.index_select(0, effective),
+        )
+
+    def advance(self, lanes: Lanes, *, consumed: Tensor, emitted: Tensor, last: Tensor, terminal: Tensor) -> Tensor:
+        """Commits a round: counters once, last emitted token pending. All [B]. Returns the new integer rows [B, 10].
+
+        ``consumed`` is the number of inputs consumed (0 when a request samples its first token from its prompt).
+        Dead lanes must come with consumed = emitted = 0 and terminal True; they rewrite the spare row with itself.
+        """
+        rows = lanes.integers.clone()
+        rows[:, CONSUMED] += consumed
+        rows[:, PENDING] = torch.where(emitted > 0, last, rows[:, PENDING])
+        rows[:, GENERATED] += emitted
+        rows[:, TERMINAL] = terminal.to(torch.int64)
+        self.integers.index_copy_(0, lanes.slots, rows)
+        return rows

@@ -1,0 +1,145 @@
+"""Tensors of one state layout: allocation, addressing and the commit that all layout kinds share.
+
+Every per-slot field is [layers, R + 1, rows, *shape]; slot R is the spare slot, the trash target of dead lanes.
+Every paged field is [layers, pages + 1, entries per page, *shape]; page 0 is trash.
+Methods used inside a round (``entries``, ``read_*``, ``write_*``, ``commit``) are tensor programs: they do not synchronise,
+allocate nothing that outlives the round and accept repeated spare slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from specdec.declaration import StateField, StateKind, StateLayout
+
+
+class StateStore:
+    """State of up to R requests under one layout. Allocate at preparation with ``allocate``."""
+
+    def __init__(self, layout: StateLayout, *, slots: int, pages: int, context: int, device: torch.device) -> None:
+        self.layout = layout
+        self.slots = slots
+        self.spare = slots
+        self.pages = pages
+        self.horizon = layout.max_draft_tokens + 1
+        self.device = device
+        self.fields: dict[str, StateField] = {field.name: field for field in layout.fields}
+        self.tensors: dict[str, Tensor] = {field.name: self._allocate(field) for field in layout.fields}
+        reach = -(-(context + self.horizon) // layout.page_tokens)
+        self.page_table = torch.zeros(slots + 1, reach, dtype=torch.int64, device=device)
+        # column written by the last consumed verification input of each slot; 0 after a prompt
+        self.selected = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        # broken invariants seen since the slot was reset; a round ends the request when it is not zero
+        self.faults = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._windows = [f for f in layout.fields if f.kind is StateKind.WINDOW]
+        self._committed_rows = {f.name: torch.arange(f.extent, device=device) for f in self._windows}
+        self._trash = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _allocate(self, field: StateField) -> Tensor:
+        dtype = getattr(torch, field.dtype)
+        if field.kind is StateKind.PAGED:
+            shape = (field.layers, self.pages + 1, self.layout.page_tokens // field.extent, *field.shape)
+        else:
+            shape = (field.layers, self.slots + 1, field.rows(self.layout.max_draft_tokens), *field.shape)
+        return torch.full(shape, field.fill, dtype=dtype, device=self.device)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all field tensors, spare slot and trash page included."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    # --- host side, between rounds -------------------------------------------------------------------------------
+
+    def reset(self, slot: int) -> None:
+        """Gives a slot its initial state before a new request: fill values, no selected column, no pages."""
+        for field in self.layout.fields:
+            if field.kind is not StateKind.PAGED:
+                self.tensors[field.name][:, slot] = field.fill
+        self.selected[slot] = 0
+        self.faults[slot] = 0
+        self.page_table[slot] = 0
+
+    def set_pages(self, slot: int, pages: Iterable[int]) -> None:
+        """Writes a slot's page table row; entries past the given pages stay trash."""
+        owned = torch.tensor(list(pages), dtype=torch.int64)
+        self.page_table[slot, : owned.numel()] = owned.to(self.device)
+
+    # --- device side, inside a round -------------------------------------------------------------------------------
+
+    def entries(self, slots: Tensor, positions: Tensor, *, group: int = 1, valid: Tensor | None = None) -> Tensor:
+        """Flat entry index of token positions in a paged field whose entries cover ``group`` tokens.
+
+        slots: [B]; positions: [B, T] int64 ≥ 0; valid: [B, T] bool, False rows are sent to trash entry 0.
+        Returns [B·T] int64 into ``paged(name, layer)``. Page table lookups past its end are clamped and must be masked.
+        """
+        size = self.layout.page_tokens
+        page = torch.div(positions, size, rounding_mode="floor").clamp(max=self.page_table.shape[1] - 1)
+        page = self.page_table.index_select(0, slots).gather(1, page)
+        flat = page * (size // group) + torch.div(positions % size, group, rounding_mode="floor")
+        if valid is not None:
+            flat = torch.where(valid, flat, self._trash)
+        return flat.reshape(-1)
+
+    def page_rows(self, slots: Tensor, tokens: int) -> Tensor:
+        """Page ids [B · pages] that cover the first ``tokens`` positions of each lane, for ``read_pages``."""
+        count = -(-tokens // self.layout.page_tokens)
+        return self.page_table[:, :count].index_select(0, slots).reshape(-1)
+
+    def paged(self, name: str, layer: int) -> Tensor:
+        """View [(pages + 1) · entries per page, *shape] of one layer."""
+        return self.tensors[name][layer].flatten(0, 1)
+
+    def read_pages(self, name: str, layer: int, page_rows: Tensor, lanes: int) -> Tensor:
+        """Copies whole pages: [B, entries, *shape] in position order."""
+        pages = self.tensors[name][layer].index_select(0, page_rows)
+        return pages.reshape(lanes, -1, *pages.shape[2:])
+
+    def column_index(self, slots: Tensor, name: str) -> Tensor:
+        """Flat index [B] of each lane's committed column, for ``read_column`` of fields with this extent."""
+        return slots * self.fields[name].extent + self.selected.index_select(0, slots)
+
+    def read_column(self, name: str, layer: int, index: Tensor) -> Tensor:
+        """Committed values [B, *shape] of a ``columns`` field. index: from ``column_index``."""
+        return self.tensors[name][layer].flatten(0, 1).index_select(0, index)
+
+    def write_columns(self, name: str, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Writes candidate columns 0 … T−1. values: [B, T, *shape]."""
+        self.tensors[name][layer][:, : values.shape[1]].index_copy_(0, slots, values)
+
+    def read_window(self, name: str, layer: int, slots: Tensor) -> Tensor:
+        """Committed history [B, n, *shape] of a ``window`` field."""
+        return self.tensors[name][layer][:, : self.fields[name].extent].index_select(0, slots)
+
+    def write_candidates(self, name: str, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Writes a verification's new rows behind the committed ones. values: [B, T, *shape], T ≤ horizon."""
+        start = self.fields[name].extent
+        self.tensors[name][layer][:, start : start + values.shape[1]].index_copy_(0, slots, values)
+
+    def write_window(self, name: str, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Replaces the committed rows themselves (prompt chunks). values: [B, n, *shape]."""
+        self.tensors[name][layer][:, : self.fields[name].extent].index_copy_(0, slots, values)
+
+    def flag(self, slots: Tensor, broken: Tensor) -> None:
+        """Counts a broken invariant for lanes where ``broken`` [B] bool holds. A round cannot raise; it ends such requests."""
+        self.faults.index_copy_(0, slots, self.faults.index_select(0, slots) + broken)
+
+    def commit(self, slots: Tensor, taken: Tensor) -> None:
+        """Selects the state after verification input ``taken − 1``: column for ``columns`` fields, shift for windows.
+
+        slots, taken: [B] int64; a lane with taken = 0 keeps its state. Pages and rings need nothing: their validity follows
+        the committed length and the tags.
+        """
+        before = self.selected.index_select(0, slots)
+        self.selected.index_copy_(0, slots, torch.where(taken > 0, taken - 1, before))
+        for field in self._windows:
+            tensor = self.tensors[field.name].flatten(1, 2)  # [layers, (R + 1) · rows, *shape]
+            rows = field.rows(self.layout.max_draft_tokens)
+            target = (slots * rows).unsqueeze(1) + self._committed_rows[field.name]
+            source = (target + taken.unsqueeze(1)).reshape(-1)
+            tensor.index_copy_(1, target.reshape(-1), tensor.index_select(1, source))

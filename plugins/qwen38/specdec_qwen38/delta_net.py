@@ -1,0 +1,90 @@
+"""Gated delta net layer of Qwen3.8-Flash: short convolution, delta rule, gated output norm.
+
+Source: the ``qwen4_exp`` class of transformers 5.24. Projections are stored head-first: queries, keys, values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from specdec.ops.delta_rule import delta_rule_chunks, delta_rule_rows
+from specdec.ops.norms import rms, unit_norm
+from specdec.ops.short_conv import short_conv
+from specdec.state.store import StateStore
+from torch import Tensor
+
+from .geometry import Geometry
+from .weights import Weights
+
+# Added to the sum of squares of keys and queries; the constant of the reference class.
+UNIT_EPS = 1e-6
+
+
+@frozen(kw_only=True, eq=False)
+class DeltaNet:
+    """Weights of one layer. projection: [qkv + z + 2·Hv, H], rows qkv, z, b, a; taps: [kernel, qkv]; rate = −exp(A_log)."""
+
+    projection: Tensor
+    taps: Tensor
+    rate: Tensor
+    bias: Tensor
+    norm: Tensor
+    output: Tensor
+    geometry: Geometry
+
+    @classmethod
+    def load(cls, weights: Weights) -> DeltaNet:
+        g = weights.geometry
+        heads, hidden = g.linear_num_value_heads, g.hidden_size
+        parts = (("qkv", g.qkv_width), ("z", g.value_width), ("b", heads), ("a", heads))
+        taps = weights.precise_vector("conv1d.weight", g.qkv_width, 1, g.linear_conv_kernel_dim)
+        return cls(
+            projection=torch.cat([weights.matrix(f"in_proj_{part}.weight", rows, hidden) for part, rows in parts]),
+            taps=taps[:, 0].t().contiguous(),
+            rate=-weights.precise_vector("A_log", heads).exp(),
+            bias=weights.precise_vector("dt_bias", heads),
+            norm=weights.matrix("norm.weight", g.linear_value_head_dim),
+            output=weights.matrix("out_proj.weight", hidden, g.value_width),
+            geometry=g,
+        )
+
+    def __call__(
+        self, m: Tensor, store: StateStore, layer: int, slots: Tensor, column: Tensor, *, prompt: bool
+    ) -> Tensor:
+        """m: [B·T, H] → [B·T, H]. layer: index among delta net layers; column: flat committed column [B].
+
+        A verification writes one state column and one window candidate per row; a prompt chunk (B = 1) writes committed state.
+        """
+        g = self.geometry
+        batch = slots.shape[0]
+        rows = m.shape[0] // batch
+        key_heads, group = g.linear_num_key_heads, g.linear_num_value_heads // g.linear_num_key_heads
+        projected = F.linear(m, self.projection).view(batch, rows, -1)
+        qkv, z, b, a = projected.split(
+            [g.qkv_width, g.value_width, g.linear_num_value_heads, g.linear_num_value_heads], dim=-1
+        )
+        extended = torch.cat([store.read_window("delta_conv", layer, slots), qkv], dim=1)
+        if prompt:
+            store.write_window("delta_conv", layer, slots, extended[:, rows:])
+        else:
+            store.write_candidates("delta_conv", layer, slots, qkv)
+        mixed = F.silu(short_conv(extended, self.taps, rows).to(m.dtype))
+        heads = mixed[..., : 2 * g.key_width].view(batch, rows, 2, key_heads, g.linear_key_head_dim)
+        unit = unit_norm(heads, UNIT_EPS)
+        q, k = unit[:, :, 0] * g.linear_key_head_dim**-0.5, unit[:, :, 1]
+        v = mixed[..., 2 * g.key_width :].to(q.dtype).view(batch, rows, key_heads, -1)
+        log_decay = (self.rate * F.softplus(a.to(q.dtype) + self.bias)).view(batch, rows, key_heads, group)
+        beta = torch.sigmoid(b).to(q.dtype).view(batch, rows, key_heads, group)
+        state = store.read_column("delta_state", layer, column)
+        if prompt:
+            out, last = delta_rule_chunks(state, q, k, v, log_decay, beta)
+            store.write_columns("delta_state", layer, slots, last.unsqueeze(1))
+        else:
+            out, states = delta_rule_rows(state, q, k, v, log_decay.exp(), beta)
+            store.write_columns("delta_state", layer, slots, states)
+        normed = rms(out.to(m.dtype).reshape(batch * rows, -1, g.linear_value_head_dim), g.rms_norm_eps).to(m.dtype)
+        gate = z.reshape(batch * rows, -1, g.linear_value_head_dim).to(q.dtype)
+        gate = torch.sigmoid(gate) if g.output_gate_type == "sigmoid" else F.silu(gate)
+        gated = ((normed * self.norm).to(q.dtype) * gate).to(m.dtype)
+        return F.linear(gated.flatten(1), self.output)

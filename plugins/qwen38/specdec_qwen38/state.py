@@ -1,0 +1,165 @@
+"""Per-request state of the Qwen3.8-Flash target and of its MTP drafter, as layouts. No torch here.
+
+Field sizes follow the architecture (``qwen4_exp``): gated delta net matrices and convolution windows, sparse attention pages
+with compressed keys and the ring of raw selector keys, the n-gram embedding's window and token history, and the two rows a
+drafter and a prefix checkpoint need, feedback and sampling vector.
+"""
+
+from specdec.declaration import StateField, StateKind, StateLayout
+
+from .geometry import Geometry
+
+PAGE_TOKENS = 64
+# Raw selector keys: after a width-W interval of which one input was accepted the next one may need two earlier positions, so
+# W + 2 entries are necessary and sufficient; 16 holds eight inputs and divides the page.
+RING_EXTENT = 16
+RING_HISTORY = 2
+
+
+def _precise(dtype: str) -> str:
+    """Recurrent matrices are kept in float32 or wider (``mamba_ssm_dtype`` of the published configuration)."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _sparse_attention(geometry: Geometry, layers: int, dtype: str) -> tuple[StateField, ...]:
+    ratio = geometry.indexer_compress_ratio
+    return (
+        StateField(
+            name="kv",
+            kind=StateKind.PAGED,
+            shape=(2, geometry.num_key_value_heads, geometry.head_dim),
+            dtype=dtype,
+            layers=layers,
+            source="keys after norm and rope, and values, of every attention layer",
+        ),
+        StateField(
+            name="group_keys",
+            kind=StateKind.PAGED,
+            shape=(geometry.indexer_head_dim,),
+            dtype=dtype,
+            layers=layers,
+            extent=ratio,
+            source="one compressed selector key per indexer_compress_ratio tokens",
+        ),
+        StateField(
+            name="raw_keys",
+            kind=StateKind.RING,
+            shape=(geometry.indexer_head_dim,),
+            dtype=dtype,
+            layers=layers,
+            extent=RING_EXTENT,
+            source="selector keys as projected, of the open group",
+        ),
+        StateField(
+            name="raw_tags",
+            kind=StateKind.RING,
+            shape=(),
+            dtype="int64",
+            extent=RING_EXTENT,
+            fill=-1,
+            source="exact position held by each ring entry; every layer of one owner sees the same positions",
+        ),
+        StateField(
+            name="anchor",
+            kind=StateKind.ROW,
+            shape=(),
+            dtype="int64",
+            fill=-1,
+            source="first position of the last interval; after a prompt its last position",
+        ),
+    )
+
+
+def target_layout(geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16") -> StateLayout:
+    """State of one target request. dtype: torch dtype name of activations. Pure data; allocates nothing."""
+    columns = max_draft_tokens + 1
+    linear, attention = len(geometry.linear_layers), len(geometry.attention_layers)
+    fields = [
+        StateField(
+            name="delta_state",
+            kind=StateKind.COLUMNS,
+            shape=(
+                geometry.linear_num_key_heads,
+                geometry.value_width // geometry.linear_num_key_heads,
+                geometry.linear_key_head_dim,
+            ),
+            dtype=_precise(dtype),
+            layers=linear,
+            extent=columns,
+            source="gated delta net matrices [value, key], one per value head, grouped by key head",
+        ),
+        StateField(
+            name="delta_conv",
+            kind=StateKind.WINDOW,
+            shape=(geometry.qkv_width,),
+            dtype=dtype,
+            layers=linear,
+            extent=geometry.linear_conv_kernel_dim - 1,
+            source="rows before the short convolution, linear_conv_kernel_dim − 1 of them",
+        ),
+        *_sparse_attention(geometry, attention, dtype),
+        StateField(
+            name="feedback",
+            kind=StateKind.COLUMNS,
+            shape=(geometry.streams_width,),
+            dtype=dtype,
+            extent=columns,
+            source="multi-stream residual after the last layer, before the final mixer",
+        ),
+        StateField(
+            name="sampling_vector",
+            kind=StateKind.COLUMNS,
+            shape=(geometry.hidden_size,),
+            dtype=dtype,
+            extent=columns,
+            source="input of the vocabulary head",
+        ),
+    ]
+    if geometry.ple_layers:
+        fields += [
+            StateField(
+                name="ngram_conv",
+                kind=StateKind.WINDOW,
+                shape=(geometry.streams_width,),
+                dtype=dtype,
+                layers=len(geometry.ple_layers),
+                extent=(geometry.ple_conv_kernel_size - 1) * geometry.ngram_size,
+                source="normalised rows before the n-gram convolution: kernel − 1 taps, ngram_size apart",
+            ),
+            StateField(
+                name="ngram_tokens",
+                kind=StateKind.WINDOW,
+                shape=(),
+                dtype="int64",
+                extent=geometry.ngram_size - 1,
+                fill=geometry.eos_token_id,
+                source="token ids hashed with the next token; before the sequence they read as the end-of-text id",
+            ),
+        ]
+    return StateLayout(
+        owner="target",
+        fields=tuple(fields),
+        max_draft_tokens=max_draft_tokens,
+        page_tokens=PAGE_TOKENS,
+        ring_history=RING_HISTORY,
+    )
+
+
+def drafter_layout(geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16") -> StateLayout:
+    """State of the MTP layer for one request: one attention layer and the number of absorbed rows."""
+    return StateLayout(
+        owner="drafter",
+        fields=(
+            *_sparse_attention(geometry, 1, dtype),
+            StateField(
+                name="rows",
+                kind=StateKind.ROW,
+                shape=(),
+                dtype="int64",
+                source="absorbed pairs: max(consumed − 1, 0) after every round",
+            ),
+        ),
+        max_draft_tokens=max_draft_tokens,
+        page_tokens=PAGE_TOKENS,
+        ring_history=RING_HISTORY,
+    )

@@ -1,0 +1,192 @@
+"""Random Qwen3.8 models of the tiny geometry: an oracle from transformers, the same weights as a checkpoint, prepared objects.
+
+The initialisation makes every state visible: convolution and n-gram weights are not zero, norms are away from one.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from attrs import frozen
+from specdec_qwen38.drafter import MtpDrafter
+from specdec_qwen38.geometry import TINY, Geometry
+from specdec_qwen38.recipe import RECIPE
+from specdec_qwen38.target import QwenTarget
+
+from specdec.checkpoint.reader import Checkpoint
+from specdec.checkpoint.writer import write_checkpoint
+from specdec.interfaces import Capacities
+from specdec.round.arena import Arena
+from specdec.sampling.params import SamplingParams
+
+tuple_of_topk = namedtuple("tuple_of_topk", ("values", "indices"))
+
+
+def _normal(generator: torch.Generator, shape: tuple[int, ...], std: float) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * std
+
+
+def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A float64 tensor with the spread its name asks for."""
+    if name.endswith(("A_log", "dt_bias")):
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+    if name.endswith("linear_attn.norm.weight"):
+        return torch.ones(shape, dtype=torch.float64)
+    if "conv1d" in name:
+        return _normal(generator, shape, 0.3)
+    if "embed_tokens" in name or "ngram_embedding" in name:
+        return _normal(generator, shape, 1.0)
+    if len(shape) == 1:
+        return _normal(generator, shape, 0.2)
+    return _normal(generator, shape, 0.12)
+
+
+def hf_config(geometry: Geometry = TINY):
+    """Configuration of transformers' text class for a geometry."""
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+
+    values = geometry.to_config()
+    rope = dict(values.pop("rope_parameters"), mrope_section=[2, 1, 1], mrope_interleaved=True)
+    config = Qwen4ExpTextConfig(**values, rope_parameters=rope)
+    config._attn_implementation = "eager"
+    return config
+
+
+def hf_model(seed: int, geometry: Geometry = TINY, dtype: torch.dtype = torch.float32):
+    """The transformers class with random weights."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
+
+    model = Qwen4ExpForCausalLM(hf_config(geometry))
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        state[name] = tensor
+        if tensor.dtype.is_floating_point:
+            state[name] = random_weight(name, tuple(tensor.shape), generator).to(torch.float32)
+    model.load_state_dict(state)
+    return model.to(dtype).eval()
+
+
+@contextmanager
+def lower_group_first():
+    """Ties in the oracle's selection take the lower group, as ours do; the class itself leaves them to ``topk``.
+
+    Exact ties are common: a group's score is zero whenever every selector head's product is negative.
+    """
+    original = torch.Tensor.topk
+
+    def stable(self, k, dim=-1, **_):
+        return tuple_of_topk(*(t.narrow(dim, 0, k) for t in self.sort(dim=dim, descending=True, stable=True)))
+
+    torch.Tensor.topk = stable
+    try:
+        yield
+    finally:
+        torch.Tensor.topk = original
+
+
+def mtp_tensors(seed: int, geometry: Geometry = TINY) -> dict[str, torch.Tensor]:
+    """Random drafter weights, experts fused and unquantised."""
+    g = geometry
+    hidden, wide, rank = g.hidden_size, g.streams_width, g.hc_lowrank
+    inner, shared = g.moe_intermediate_size, g.shared_expert_intermediate_size
+    layer = "mtp.layers.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (wide,),
+        "mtp.fc_embedding.weight": (hidden, hidden),
+        "mtp.fc_hidden.weight": (hidden, hidden),
+        layer + "self_attn.q_proj.weight": (2 * g.query_width, hidden),
+        layer + "self_attn.k_proj.weight": (g.kv_width, hidden),
+        layer + "self_attn.v_proj.weight": (g.kv_width, hidden),
+        layer + "self_attn.o_proj.weight": (hidden, g.query_width),
+        layer + "self_attn.q_norm.weight": (g.head_dim,),
+        layer + "self_attn.k_norm.weight": (g.head_dim,),
+        layer + "self_attn.indexer.index_qk_proj.weight": (g.index_width, hidden),
+        layer + "self_attn.indexer.q_layernorm.weight": (g.indexer_head_dim,),
+        layer + "self_attn.indexer.k_layernorm.weight": (g.indexer_head_dim,),
+        layer + "mlp.gate.weight": (g.num_experts, hidden),
+        layer + "mlp.experts.gate_up_proj": (g.num_experts, 2 * inner, hidden),
+        layer + "mlp.experts.down_proj": (g.num_experts, hidden, inner),
+        layer + "mlp.shared_expert.gate_proj.weight": (shared, hidden),
+        layer + "mlp.shared_expert.up_proj.weight": (shared, hidden),
+        layer + "mlp.shared_expert.down_proj.weight": (hidden, shared),
+        layer + "mlp.shared_expert_gate.weight": (1, hidden),
+    }
+    for mixer in ("mtp.hyper_connection_mixer.", layer + "attn_hyper_connection.", layer + "mlp_hyper_connection."):
+        shapes[mixer + "hc_norm.weight"] = (wide,)
+        shapes[mixer + "input_mix_weight_down.weight"] = (rank, wide)
+        shapes[mixer + "input_mix_weight_up.weight"] = (wide, rank)
+        if mixer.startswith(layer):
+            shapes[mixer + "block_inject_weight.weight"] = (g.hc_count, wide)
+    generator = torch.Generator().manual_seed(seed + 1000)
+    return {name: random_weight(name, shape, generator).to(torch.float32) for name, shape in sorted(shapes.items())}
+
+
+def write_random_checkpoint(directory: Path, seed: int, geometry: Geometry = TINY) -> Path:
+    """Float32 checkpoint of ``hf_model(seed)`` and ``mtp_tensors(seed)``."""
+    tensors = {**hf_model(seed, geometry).state_dict(), **mtp_tensors(seed, geometry)}
+    return write_checkpoint(directory, tensors, {"model_type": "qwen4_exp", "text_config": geometry.to_config()})
+
+
+@frozen(kw_only=True, eq=False)
+class Prepared:
+    """Target, drafter and arena on one page pool per store."""
+
+    target: QwenTarget
+    drafter: MtpDrafter
+    arena: Arena
+    capacities: Capacities
+
+    def admit(self, slot: int, prompt: list[int], *, budget: int = 64, chunks: tuple[int, ...] = (), stops=(), **sampling):
+        """Resets a slot, reserves its pages, consumes the prompt in the given chunk sizes and writes its request row."""
+        for store in (self.target.store, self.drafter.store):
+            store.reset(slot)
+            reach = store.page_table.shape[1]
+            store.set_pages(slot, range(1 + slot * reach, 1 + (slot + 1) * reach))
+        where = torch.tensor([slot])
+        start, sizes = 0, list(chunks) or [len(prompt)]
+        while start < len(prompt):
+            size = sizes.pop(0) if sizes else len(prompt) - start
+            chunk = prompt[start : start + size]
+            self.consume(where, chunk, start)
+            start += len(chunk)
+        self.arena.requests.admit(
+            slot,
+            request=slot + 100,
+            epoch=1,
+            consumed=len(prompt),
+            budget=budget,
+            sampling=SamplingParams(**sampling),
+            stop_ids=tuple(stops),
+        )
+
+    def consume(self, where: torch.Tensor, chunk: list[int], start: int) -> torch.Tensor:
+        """One prompt chunk through target and drafter."""
+        tail = self.target.feedback(where)
+        tokens = torch.tensor(chunk)
+        rows = self.target.prefill(tokens, where, start)
+        if start:
+            self.drafter.prefill(torch.cat([tail, rows[:-1]]), tokens, where, start - 1)
+        elif len(chunk) > 1:
+            self.drafter.prefill(rows[:-1], tokens[1:], where, 0)
+        return rows
+
+
+def prepare(directory: Path, *, dtype: str = "float32", slots: int = 4, context: int = 192) -> Prepared:
+    """Loads target and drafter for ``slots`` requests with private pages for a full context each."""
+    reach = -(-(context + 8) // 64)
+    capacities = Capacities(
+        slots=slots, context=context, pages=slots * reach, max_draft_tokens=7, dtype=dtype, prefill_rows=context
+    )
+    with Checkpoint.open(directory) as checkpoint:
+        device = torch.device("cpu")
+        target = QwenTarget.build(recipe=RECIPE, checkpoint=checkpoint, capacities=capacities, device=device)
+        drafter = MtpDrafter.load(recipe=RECIPE, checkpoint=checkpoint, target=target, capacities=capacities)
+    arena = Arena(slots=slots, max_draft_tokens=7, stop_ids=4, device=device)
+    return Prepared(target=target, drafter=drafter, arena=arena, capacities=capacities)
+
+
