@@ -1,4 +1,4 @@
-"""Which round shapes are prepared: batch capacities, verification widths, and the options that select them.
+"""Which round shapes are prepared: batch capacities and verification widths.
 
 Declaration layer: the standard library, attrs and other declaration modules only.
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attrs import evolve, field, frozen
+from attrs import frozen
 
-from specdec.declaration import Recipe
 from specdec.errors import UsageError
-from specdec.validators import as_tuple
 
-__all__ = ["PreparationConfig", "RoundShape", "batch_capacities", "speculative_shapes"]
+__all__ = ["RoundShape", "batch_capacities", "checked_widths", "listed", "require_integer", "speculative_shapes"]
 
 
 def batch_capacities(concurrency: int) -> tuple[int, ...]:
@@ -24,7 +22,7 @@ def batch_capacities(concurrency: int) -> tuple[int, ...]:
     Raises:
         UsageError: if ``concurrency`` is not an integer of at least 1.
     """
-    _require_integer("concurrency", concurrency, 1, None, "a batch has at least one lane")
+    require_integer("concurrency", concurrency, 1, None, "a batch has at least one lane")
     return tuple(1 << exponent for exponent in range((concurrency - 1).bit_length() + 1))
 
 
@@ -45,9 +43,9 @@ class RoundShape:
     packed_rows: int = 0
 
     def __attrs_post_init__(self) -> None:
-        _require_integer("batch", self.batch, 1, None, "a round has at least one lane")
-        _require_integer("draft_tokens", self.draft_tokens, 0, None, "a round offers no or some drafts")
-        _require_integer(
+        require_integer("batch", self.batch, 1, None, "a round has at least one lane")
+        require_integer("draft_tokens", self.draft_tokens, 0, None, "a round offers no or some drafts")
+        require_integer(
             "verify_width",
             self.verify_width,
             1,
@@ -56,7 +54,7 @@ class RoundShape:
         )
         if self.packed_rows != 0:
             rows = self.batch * self.verify_width
-            _require_integer(
+            require_integer(
                 "packed_rows", self.packed_rows, self.batch, rows, "0 means the rectangular layout of B·W rows"
             )
 
@@ -77,12 +75,12 @@ def speculative_shapes(
     Raises:
         UsageError: if the widths do not increase from 1, or ``fixed_width`` is not one of them.
     """
-    catalog = _checked_widths(tuple(widths))
-    _require_integer(
+    catalog = checked_widths(tuple(widths))
+    require_integer(
         "speculative_token_capacity", speculative_token_capacity, 1, None, "a round has at least one target row"
     )
     if fixed_width is not None and fixed_width not in catalog:
-        raise UsageError(f"fixed_width {fixed_width!r} must be one of the prepared widths {_listed(catalog)}")
+        raise UsageError(f"fixed_width {fixed_width!r} must be one of the prepared widths {listed(catalog)}")
     shapes: list[RoundShape] = []
     for batch in batch_capacities(concurrency):
         fitting = [width for width in catalog if width == 1 or batch * width <= speculative_token_capacity]
@@ -92,235 +90,27 @@ def speculative_shapes(
     return tuple(shapes)
 
 
-@frozen(kw_only=True)
-class PreparationConfig:
-    """What is prepared for one recipe. Build it with :meth:`for_recipe`, which knows the recipe's defaults and limits.
-
-    ``concurrency``
-        most requests in a batch; padded to a power of two for the catalog.
-    ``speculative``
-        whether the drafter is prepared at all.
-    ``speculative_widths``
-        captured verification widths; increasing from 1, the widest is the draft-token maximum + 1.
-    ``speculative_token_capacity``
-        most target rows B·W of a round wider than one token.
-    ``context``
-        most tokens of one request, prompt and output together.
-    ``prefill_tokens``
-        token capacities of prompt chunks.
-    ``fixed_width``
-        the verification width of the fixed policy, or ``None`` for adaptive verification. A policy only: every width is captured.
-    ``mtp_only``
-        leaves out ordinary operations without draft work.
-    ``memory_bytes``, ``headroom_bytes``, ``snapshot_bytes``
-        budgets in bytes: all that may be used (``None``: what the device has), what stays free of it, and what prefix
-        checkpoints may hold.
+def checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """The widths as they are.
 
     Raises:
-        UsageError: if a value is out of range or two contradict each other; the message names option, value, range and reason.
+        UsageError: if they are not integers that increase from 1.
     """
-
-    recipe: str
-    concurrency: int = 4
-    speculative: bool = True
-    speculative_widths: tuple[int, ...] = field(converter=as_tuple)
-    speculative_token_capacity: int = 128
-    context: int = 4096
-    prefill_tokens: tuple[int, ...] = field(default=(512,), converter=as_tuple)
-    fixed_width: int | None = None
-    mtp_only: bool = False
-    memory_bytes: int | None = None
-    headroom_bytes: int = 0
-    snapshot_bytes: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        _require_integer("concurrency", self.concurrency, 1, None, "at least one request is served")
-        _checked_widths(self.speculative_widths)
-        _require_integer(
-            "speculative_token_capacity",
-            self.speculative_token_capacity,
-            self.speculative_widths[-1],
-            None,
-            f"one lane of the widest round has {self.speculative_widths[-1]} rows; draft less or raise the capacity",
-        )
-        _require_integer("context", self.context, 2, None, "a request has a prompt and an output")
-        if not self.prefill_tokens:
-            raise UsageError("prefill_tokens must name at least one chunk capacity")
-        for tokens in self.prefill_tokens:
-            _require_integer("prefill_tokens", tokens, 1, None, "a prompt chunk has at least one token")
-        if any(later <= earlier for earlier, later in zip(self.prefill_tokens, self.prefill_tokens[1:])):
-            raise UsageError(f"prefill_tokens must increase, got {self.prefill_tokens}")
-        if self.fixed_width is not None and self.fixed_width not in self.speculative_widths:
-            raise UsageError(
-                f"fixed_width {self.fixed_width!r} must be one of the prepared widths {_listed(self.speculative_widths)}"
-            )
-        if not self.speculative and self.speculative_widths != (1,):
-            raise UsageError(
-                f"speculative_widths {_listed(self.speculative_widths)} need the drafter; prepare width 1 alone without it"
-            )
-        if self.mtp_only and not self.speculative:
-            raise UsageError("mtp_only leaves nothing to prepare when speculation is off; drop one of the two options")
-        if self.memory_bytes is not None:
-            _require_integer("memory_bytes", self.memory_bytes, 1, None, "weights and state need memory")
-        for option in ("headroom_bytes", "snapshot_bytes"):
-            _require_integer(option, getattr(self, option), 0, None, "a budget is not negative")
-
-    @classmethod
-    def for_recipe(
-        cls,
-        recipe: Recipe,
-        *,
-        concurrency: int = 4,
-        speculative: bool = True,
-        max_draft_tokens: int | None = None,
-        speculative_widths: Iterable[int] | None = None,
-        speculative_token_capacity: int | None = None,
-        context: int = 4096,
-        prefill_tokens: Iterable[int] = (512,),
-        adaptive_verification: bool = True,
-        fixed_width: int | None = None,
-        mtp_only: bool = False,
-        memory_bytes: int | None = None,
-        headroom_bytes: int = 0,
-        snapshot_bytes: int = 0,
-    ) -> PreparationConfig:
-        """Options as a user gives them, completed by the recipe's defaults and checked against its limits.
-
-        Without explicit widths, the recipe's widths up to ``max_draft_tokens`` + 1 are taken, that one always among them. The
-        draft-token maximum defaults to the recipe's default; 0 prepares width-one rounds that still maintain draft state.
-        ``adaptive_verification=False`` fixes the widest width unless ``fixed_width`` names another.
-
-        Raises:
-            UsageError: if an option is out of range for this recipe or contradicts another one.
-        """
-        limit = f"recipe {recipe.name!r} drafts at most {recipe.max_draft_tokens} tokens"
-        source = recipe.source_of("max_draft_tokens")
-        reason = f"{limit} (source: {source})" if source else limit
-        if max_draft_tokens is not None:
-            _require_integer("--mtp-draft-tokens", max_draft_tokens, 0, recipe.max_draft_tokens, reason)
-        if speculative_widths is not None:
-            widths = _checked_widths(tuple(speculative_widths))
-            if widths[-1] > recipe.max_draft_tokens + 1:
-                raise UsageError(
-                    f"speculative_widths {_listed(widths)}: the widest must be at most {recipe.max_draft_tokens + 1}; {reason}"
-                )
-            if max_draft_tokens is not None and max_draft_tokens + 1 != widths[-1]:
-                raise UsageError(
-                    f"--mtp-draft-tokens {max_draft_tokens} needs a widest width of {max_draft_tokens + 1}, "
-                    f"but speculative_widths are {_listed(widths)}; give one of the two"
-                )
-        else:
-            drafts = recipe.default_draft_tokens if max_draft_tokens is None else max_draft_tokens
-            widths = tuple(sorted({1, drafts + 1, *(width for width in recipe.widths.widths if width <= drafts + 1)}))
-        if not speculative:
-            if max_draft_tokens:
-                raise UsageError(f"--mtp-draft-tokens {max_draft_tokens} contradicts --no-mtp; give one of the two")
-            widths = (1,)
-        if adaptive_verification and fixed_width is not None:
-            raise UsageError(
-                f"fixed_width {fixed_width} needs --no-mtp-adaptive-verification, or adaptive verification would ignore it"
-            )
-        if not adaptive_verification and fixed_width is None:
-            fixed_width = widths[-1]
-        return cls(
-            recipe=recipe.name,
-            concurrency=concurrency,
-            speculative=speculative,
-            speculative_widths=widths,
-            speculative_token_capacity=(
-                recipe.speculative_token_capacity if speculative_token_capacity is None else speculative_token_capacity
-            ),
-            context=context,
-            prefill_tokens=tuple(prefill_tokens),
-            fixed_width=fixed_width,
-            mtp_only=mtp_only,
-            memory_bytes=memory_bytes,
-            headroom_bytes=headroom_bytes,
-            snapshot_bytes=snapshot_bytes,
-        )
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """The draft-token maximum K_max of what is prepared."""
-        return self.speculative_widths[-1] - 1
-
-    @property
-    def adaptive_verification(self) -> bool:
-        """Whether widths are chosen round by round."""
-        return self.fixed_width is None
-
-    def shapes(self) -> tuple[RoundShape, ...]:
-        """All captured round shapes, whatever the verification policy; none without speculation."""
-        if not self.speculative:
-            return ()
-        return speculative_shapes(self.concurrency, self.speculative_widths, self.speculative_token_capacity)
-
-    def serving_shapes(self) -> tuple[RoundShape, ...]:
-        """The shapes the verification policy chooses among: all, or one per batch capacity for a fixed width."""
-        if not self.speculative:
-            return ()
-        return speculative_shapes(
-            self.concurrency, self.speculative_widths, self.speculative_token_capacity, self.fixed_width
-        )
-
-    def reduce(
-        self,
-        *,
-        concurrency: int | None = None,
-        max_draft_tokens: int | None = None,
-        adaptive_verification: bool | None = None,
-        fixed_width: int | None = None,
-    ) -> PreparationConfig:
-        """The subset of a preparation that one start uses. What was not prepared is refused, never added.
-
-        ``max_draft_tokens=0`` switches speculation off and uses the ordinary operations. A positive depth must be a captured
-        one: a graph is never relabelled with a depth it does not have. The verification policy is free to change.
-
-        Raises:
-            UsageError: if more is asked than was prepared; the message names what was.
-        """
-        lanes = self.concurrency if concurrency is None else concurrency
-        _require_integer(
-            "concurrency", lanes, 1, self.concurrency, f"{self.concurrency} were prepared; prepare more for more"
-        )
-        widths, speculative = self.speculative_widths, self.speculative
-        if max_draft_tokens == 0:
-            if self.mtp_only:
-                raise UsageError(
-                    "--mtp-draft-tokens 0 runs ordinary operations, which a preparation with mtp_only does not have"
-                )
-            widths, speculative = (1,), False
-        elif max_draft_tokens is not None:
-            depths = tuple(width - 1 for width in widths if width > 1) if speculative else ()
-            if max_draft_tokens not in depths:
-                raise UsageError(
-                    f"--mtp-draft-tokens {max_draft_tokens!r} was not prepared; "
-                    f"prepared: {_listed((0, *depths))}; prepare it to use it"
-                )
-            widths = tuple(width for width in widths if width <= max_draft_tokens + 1)
-        policy = self.fixed_width
-        if adaptive_verification is True and fixed_width is not None:
-            raise UsageError(f"fixed_width {fixed_width} contradicts adaptive verification; give one of the two")
-        if adaptive_verification is True or not speculative:
-            policy = None
-        elif fixed_width is not None:
-            policy = fixed_width
-        elif adaptive_verification is False or (policy is not None and policy not in widths):
-            policy = widths[-1]
-        return evolve(self, concurrency=lanes, speculative=speculative, speculative_widths=widths, fixed_width=policy)
-
-
-def _checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
     if not widths or any(type(width) is not int for width in widths):
         raise UsageError(f"speculative_widths must be integers, got {widths!r}")
     if widths[0] != 1 or any(later <= earlier for earlier, later in zip(widths, widths[1:])):
         raise UsageError(
-            f"speculative_widths {_listed(widths)} must increase and start with 1: plain decoding is always prepared"
+            f"speculative_widths {listed(widths)} must increase and start with 1: plain decoding is always prepared"
         )
     return widths
 
 
-def _require_integer(option: str, value: object, minimum: int, maximum: int | None, reason: str) -> None:
+def require_integer(option: str, value: object, minimum: int, maximum: int | None, reason: str) -> None:
+    """Checks an option.
+
+    Raises:
+        UsageError: if ``value`` is not an integer within the range; the message names option, value, range and ``reason``.
+    """
     span = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise UsageError(f"{option} must be an integer {span}, got {value!r}: {reason}")
@@ -328,5 +118,6 @@ def _require_integer(option: str, value: object, minimum: int, maximum: int | No
         raise UsageError(f"{option} {value} must be {span}: {reason}")
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers as messages show them: ``1, 2, 4``."""
     return ", ".join(str(number) for number in numbers)

@@ -83,6 +83,9 @@ class Proposer(Protocol):
         """Filters logits [B, V] by each lane's sampling options, stores the law as ``draft_probs[:, depth]`` and returns
         the drawn tokens [B] int64."""
 
+    def place(self, depth: int, tokens: Tensor) -> None:
+        """Proposes the given tokens [B] int64 under a point-mass law: copied or scripted drafts."""
+
 
 @runtime_checkable
 class Drafter(Protocol):

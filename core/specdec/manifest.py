@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from specdec.catalog import PreparationConfig, RoundShape, batch_capacities
+from specdec.catalog import RoundShape, batch_capacities
 from specdec.declaration import Recipe
 from specdec.errors import DeclarationError
+from specdec.preparation import PreparationConfig
 from specdec.validators import as_tuple, integer, one_of, text, tuple_of
 
 __all__ = [

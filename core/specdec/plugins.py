@@ -7,12 +7,11 @@ Declaration layer: the standard library, pluggy, attrs and other declaration mod
 """
 
 import contextlib
-import difflib
-import importlib.metadata
+import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,14 @@ import pluggy
 from attrs import evolve, field, frozen
 
 import specdec
-from specdec import PROJECT, __version__, hookspecs
+from specdec import PROJECT, hookspecs
 from specdec.declaration import Recipe
+from specdec.entry_points import SELECTION_VARIABLE, InstalledPlugin, core_mismatch, installed_plugins, selection
 
-__all__ = [
-    "CORE_DISTRIBUTION",
-    "SELECTION_VARIABLE",
-    "Discovery",
-    "Plugin",
-    "PluginRecord",
-    "discover",
-    "inspect_plugin",
-]
+__all__ = ["Discovery", "Plugin", "PluginRecord", "discover", "inspect_plugin"]
 
-#: Distribution that plugins state their range of the core against.
-CORE_DISTRIBUTION = "specdec-core"
-
-#: Environment variable that restricts loading: unset loads all, empty loads none, otherwise a comma list of names.
-SELECTION_VARIABLE = "SPECDEC_PLUGINS"
-
-
-_PASSING_ON = ("<", *(str(Path(str(module.__file__)).parent) for module in (specdec, pluggy, importlib)))
+# Files whose frames only pass errors on; folders end with a separator, or "specdec_other" would count as "specdec".
+_PASSING_ON = ("<", *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (specdec, pluggy, importlib)))
 
 
 @frozen(kw_only=True)
@@ -104,45 +90,24 @@ class Discovery:
         return None
 
 
-@frozen(kw_only=True, eq=False)
-class _Found:
-    """An entry point and the distribution that provides it."""
-
-    name: str
-    distribution: str
-    version: str
-    entry_point: importlib.metadata.EntryPoint
-    metadata: importlib.metadata.Distribution
-
-    def record(self, status: str, reason: str = "", error: BaseException | None = None) -> PluginRecord:
-        return PluginRecord(
-            name=self.name,
-            distribution=self.distribution,
-            version=self.version,
-            status=status,
-            reason=reason,
-            error=error,
-        )
-
-
 def discover(environ: Mapping[str, str] | None = None) -> Discovery:
     """Finds and loads every selected plugin. Never raises for what a plugin does, except ``KeyboardInterrupt``.
 
     ``environ`` is where ``SPECDEC_PLUGINS`` is read from (the process environment by default). While plugins are imported,
     what they print goes to stderr: stdout carries data only.
     """
-    found = sorted(_entry_points(), key=lambda item: (item.name, item.distribution))
-    selected, notices = _selection(os.environ if environ is None else environ, [item.name for item in found])
+    found = sorted(installed_plugins(), key=lambda item: (item.name, item.distribution))
+    selected, notices = selection(os.environ if environ is None else environ, [item.name for item in found])
     records: list[PluginRecord] = []
     plugins: list[Plugin] = []
     wanted = [item for item in found if selected is None or item.name in selected]
     for item in found:
         if item not in wanted:
-            records.append(item.record("skipped", f"not named in {SELECTION_VARIABLE}"))
+            records.append(_record(item, "skipped", f"not named in {SELECTION_VARIABLE}"))
             continue
         rivals = [other for other in wanted if other.name == item.name]
         if len(rivals) > 1:
-            records.append(item.record("conflict", _name_clash(item.name, rivals)))
+            records.append(_record(item, "conflict", _name_clash(item.name, rivals)))
             continue
         outcome = _load(item)
         if isinstance(outcome, Plugin):
@@ -182,85 +147,29 @@ def inspect_plugin(
     return Plugin(record=evolve(base, status="loaded", recipes=names), recipes=recipes, manager=manager)
 
 
-def _entry_points() -> Iterator[_Found]:
-    """Entry points of the group with their distributions; a distribution shadowed by an earlier one is left out.
-
-    ``importlib.metadata.entry_points`` is not used: one distribution with broken metadata would end it.
-    """
-    seen: set[str] = set()
-    for distribution in importlib.metadata.distributions():
-        try:
-            declared = distribution.read_text("entry_points.txt")
-            if not declared or PROJECT not in declared:
-                continue
-            points = [point for point in distribution.entry_points if point.group == PROJECT]
-            if not points:
-                continue
-            name, version = distribution.metadata["Name"], distribution.version
-            key = name.lower().replace("_", "-").replace(".", "-")
-            # Python imports the first distribution of a name on the path; a later one is not what would run.
-            first = importlib.metadata.distribution(name)
-            if key in seen or (first.version, first.read_text("entry_points.txt")) != (version, declared):
-                continue
-            seen.add(key)
-        except Exception:  # Metadata that cannot be read names no plugin that could be reported.
-            continue
-        for point in points:
-            yield _Found(name=point.name, distribution=name, version=version, entry_point=point, metadata=distribution)
+def _record(item: InstalledPlugin, status: str, reason: str = "", error: BaseException | None = None) -> PluginRecord:
+    return PluginRecord(
+        name=item.name,
+        distribution=item.distribution,
+        version=item.version,
+        status=status,
+        reason=reason,
+        error=error,
+    )
 
 
-def _selection(environ: Mapping[str, str], names: list[str]) -> tuple[set[str] | None, list[str]]:
-    """Selected plugin names (``None`` for all), and a line for each selected name that is not installed."""
-    value = environ.get(SELECTION_VARIABLE)
-    if value is None:
-        return None, []
-    selected = {part.strip() for part in value.split(",") if part.strip()}
-    notices = []
-    for unknown in sorted(selected - set(names)):
-        close = difflib.get_close_matches(unknown, names, n=3)
-        hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"installed: {', '.join(sorted(set(names))) or 'none'}"
-        )
-        notices.append(f"{SELECTION_VARIABLE} names {unknown!r}, which is not installed; {hint}")
-    return selected, notices
-
-
-def _load(item: _Found) -> Plugin | PluginRecord:
+def _load(item: InstalledPlugin) -> Plugin | PluginRecord:
     try:
-        mismatch = _core_mismatch(item.metadata)
+        mismatch = core_mismatch(item.metadata)
         if mismatch:
-            return item.record("incompatible", mismatch)
+            return _record(item, "incompatible", mismatch)
         with contextlib.redirect_stdout(sys.stderr):
             module = item.entry_point.load()
             outcome = inspect_plugin(module, name=item.name, distribution=item.distribution, version=item.version)
     # SystemExit is caught because an importable module may be a script; KeyboardInterrupt is the user's and passes.
     except (Exception, SystemExit) as error:
-        return item.record("failed", _reason(error), error)
+        return _record(item, "failed", _reason(error), error)
     return outcome
-
-
-def _core_mismatch(distribution: importlib.metadata.Distribution) -> str:
-    """Why the plugin's declared range excludes the running core; empty if it does not. Reads metadata only."""
-    declared = [
-        line for line in distribution.requires or () if line.lower().replace("_", "-").startswith(CORE_DISTRIBUTION)
-    ]
-    if not declared:
-        return ""
-    # Imported here: only plugins that state a range need it.
-    from packaging.requirements import Requirement
-
-    for line in declared:
-        requirement = Requirement(line)
-        if requirement.name.lower().replace("_", "-") != CORE_DISTRIBUTION:
-            continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if not requirement.specifier.contains(__version__, prereleases=True):
-            return (
-                f"requires {CORE_DISTRIBUTION}{requirement.specifier}, found {__version__}; "
-                f"install a matching {CORE_DISTRIBUTION} or another version of {distribution.metadata['Name']}"
-            )
-    return ""
 
 
 def _declared(results: Iterable[Any]) -> tuple[Recipe, ...]:
@@ -280,7 +189,7 @@ def _declared(results: Iterable[Any]) -> tuple[Recipe, ...]:
     return tuple(recipes)
 
 
-def _name_clash(name: str, rivals: list[_Found]) -> str:
+def _name_clash(name: str, rivals: list[InstalledPlugin]) -> str:
     providers = " and ".join(f"{item.distribution} {item.version}" for item in rivals)
     return f"plugin name {name!r} is provided by {providers}; uninstall one of them"
 
@@ -310,8 +219,7 @@ def _reason(error: BaseException) -> str:
     else:
         message = " / ".join(line.strip() for line in str(error).splitlines() if line.strip())
         text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    # Frames of this package, pluggy, importlib and generated code only pass errors on; the innermost line outside them is
-    # the one to look at.
+    # The innermost line outside this package, pluggy, importlib and generated code is the one to look at.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_PASSING_ON):
             text += f" ({frame.filename}:{frame.lineno})"

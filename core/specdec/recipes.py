@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from specdec.declaration import Recipe
+from specdec.entry_points import CORE_DISTRIBUTION
 from specdec.errors import PluginError, RecipeError, SpecdecError
-from specdec.plugins import CORE_DISTRIBUTION, Discovery, Plugin, discover
+from specdec.plugins import Discovery, Plugin, discover
 
 if TYPE_CHECKING:
     import torch
@@ -95,14 +96,15 @@ class RecipeBook:
         raise self._refusal(name)
 
     def hooks_for(self, recipe: Recipe | str) -> RecipeHooks:
-        """Hooks of the plugin that owns a recipe.
+        """Hooks of the plugin that owns a recipe, given by name or as a record (which the hooks then receive unchanged).
 
         Raises:
             PluginError, RecipeError: as :meth:`recipe`.
         """
-        record = self.recipe(recipe if isinstance(recipe, str) else recipe.name)
+        record = self.recipe(recipe) if isinstance(recipe, str) else recipe
         owner = self.discovery.owner(record.name)
-        assert owner is not None  # every listed recipe belongs to a loaded plugin
+        if owner is None:
+            raise self._refusal(record.name)
         return RecipeHooks(recipe=record, plugin=owner)
 
     def _refusal(self, name: str) -> SpecdecError:

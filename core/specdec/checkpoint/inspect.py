@@ -42,8 +42,8 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Inspection:
     """Compare an open checkpoint with the target and drafter inventories of ``recipe``.
 
-    A tensor belongs to the part that declares its name, otherwise to the part whose names share the longest beginning with
-    it (and is then unexpected there), otherwise to none.
+    A tensor belongs to a part whose names share its beginning: to one that declares it, otherwise to the one with the longest
+    such beginning (and is then unexpected there). A tensor whose beginning no part shares belongs to none.
     """
     inventories = {"target": recipe.target_inventory, "drafter": recipe.drafter_inventory}
     roots = sorted(
@@ -52,9 +52,10 @@ def inspect_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Inspection:
     members: dict[str, list[str]] = {part: [] for part in inventories}
     other: list[str] = []
     for name in checkpoint.names:
-        declared = (part for part, inventory in inventories.items() if inventory.lookup(name))
-        near = (part for root, part in roots if name.startswith(root))
-        part = next(declared, None) or next(near, None)
+        near = [part for root, part in roots if name.startswith(root)]
+        # Looking every name up in every inventory would double the time; most names can only belong to one part.
+        rivals = (part for part in near if inventories[part].lookup(name)) if len(set(near)) > 1 else iter(near)
+        part = next(rivals, near[0] if near else None)
         (members[part] if part else other).append(name)
     return Inspection(
         directory=checkpoint.directory,

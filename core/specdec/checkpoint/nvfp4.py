@@ -22,6 +22,8 @@ E4M3_MAX = 448.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Keeps the quotient of an all-zero block at 0 instead of NaN; far below any representable block scale.
 _SMALLEST_DIVISOR = 1e-30
+# The reciprocal of a smaller scale would overflow float32.
+_SMALLEST_SCALE_2 = torch.finfo(torch.float32).tiny
 
 
 @lru_cache(maxsize=8)
@@ -29,6 +31,10 @@ def _pair_values(device: torch.device) -> torch.Tensor:
     """[256, 2] float32: the two values of every packed byte. Made once per device."""
     values = [*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)]
     return torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)], device=device)
+
+
+# On the CPU it exists from the start, so that a guarded round allocates nothing; on a GPU the warm-up before capture makes it.
+_pair_values(torch.device("cpu"))
 
 
 @lru_cache(maxsize=8)
@@ -127,7 +133,7 @@ def quantise(
 
     Raises:
         ValueError: if the last axis is not a multiple of 16, the weight holds NaN or infinity, or ``scale_2`` has the wrong
-            shape or is not positive.
+            shape or is not a positive normal number.
     """
     if weight.ndim < 2 or weight.shape[-1] % BLOCK:
         raise ValueError(f"quantise: weight {list(weight.shape)} needs [..., out, in] with in a multiple of {BLOCK}")
@@ -136,14 +142,17 @@ def quantise(
         raise ValueError("quantise: weight holds NaN or infinity")
     if scale_2 is None:
         largest = weight.abs().amax(dim=(-2, -1))
-        scale_2 = torch.where(largest > 0, _divide(largest, E2M1_MAX * E4M3_MAX), 1.0).float()
+        default = _divide(largest, E2M1_MAX * E4M3_MAX).clamp(min=_SMALLEST_SCALE_2)
+        scale_2 = torch.where(largest > 0, default, 1.0).float()
     scale_2 = scale_2.float()
     if scale_2.shape != weight.shape[:-2]:
         raise ValueError(
             f"quantise: scale_2 {list(scale_2.shape)}, needs {list(weight.shape[:-2])}, one for each matrix of weight"
         )
-    if not bool((scale_2 > 0).all()):
-        raise ValueError("quantise: scale_2 must be positive; a subnormal or zero scale cannot represent the weight")
+    if not bool(((scale_2 >= _SMALLEST_SCALE_2) & (scale_2 < torch.inf)).all()):
+        raise ValueError(
+            f"quantise: scale_2 must be finite and at least {_SMALLEST_SCALE_2:.3g}, float32's smallest normal"
+        )
     values, scale = _quantise_blocks(weight.unflatten(-1, (-1, BLOCK)), scale_2[..., None, None])
     # A block whose scale rounds to zero represents zeros whatever its codes; store the plain zero code.
     values = torch.where(scale.float().unsqueeze(-1) == 0, 0.0, values).flatten(-2)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from specdec.cli.tables import columns, json_text
-from specdec.plugins import SELECTION_VARIABLE
+from specdec.entry_points import SELECTION_VARIABLE
 from specdec.recipes import recipe_book
 
 __all__ = ["add_parser", "run"]

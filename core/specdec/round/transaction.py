@@ -43,6 +43,12 @@ class ChainProposer:
         self.tokens[:, depth] = token
         return token
 
+    def place(self, depth: int, tokens: Tensor) -> None:
+        """See ``Proposer.place``."""
+        self.probs[:, depth] = 0.0
+        self.probs[:, depth].scatter_(1, tokens.clamp(0, self.vocab_size - 1).unsqueeze(1), 1.0)
+        self.tokens[:, depth] = tokens
+
 
 class Staging:
     """The host's frozen decisions of one round: [lane slots B | draft ceilings B | frame | round number] int64."""

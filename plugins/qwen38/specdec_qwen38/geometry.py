@@ -6,8 +6,8 @@ nor numpy. :data:`REAL` is the published model, :data:`TINY` a model with every 
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
 
 from attrs import NOTHING, asdict, evolve, field, fields_dict, frozen
 
@@ -31,7 +31,7 @@ _FIXED = {
     "mtp_use_dedicated_embeddings": False,
 }
 # Absent from the published file; every implementation uses these values.
-_DEFAULTS = {"seed": 1234, "norm_topk_prob": True, "ple_layer_ids": (), "mtp_num_hidden_layers": 1}
+_DEFAULTS: dict[str, Any] = {"seed": 1234, "norm_topk_prob": True, "ple_layer_ids": (), "mtp_num_hidden_layers": 1}
 # The page size of the attention cache: groups of compressed keys may not straddle a page.
 _PAGE_TOKENS = 64
 
@@ -42,19 +42,19 @@ def _refuse(key: str, value: object, allowed: str) -> CheckpointError:
     return CheckpointError(f"config.json: {key} is {shown}, allowed: {allowed}")
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _integer(minimum: int, default: object = NOTHING):
+def _integer(minimum: int, default: Any = NOTHING) -> Any:
     def check(_instance: object, attribute: Any, value: object) -> None:
-        if not _is_int(value) or value < minimum:  # type: ignore[operator]
+        if not _is_int(value) or value < minimum:
             raise _refuse(attribute.name, value, f"an integer of at least {minimum}")
 
     return field(default=default, validator=check)
 
 
-def _number(minimum: float, maximum: float):
+def _number(minimum: float, maximum: float) -> Any:
     def check(_instance: object, attribute: Any, value: object) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not minimum < value <= maximum:  # type: ignore[operator]
@@ -122,7 +122,7 @@ class Geometry:
     eos_token_id: int = _integer(0)
     rms_norm_eps: float = _number(0, 1)
     max_position_embeddings: int = _integer(1)
-    norm_topk_prob: bool = field(default=_DEFAULTS["norm_topk_prob"])
+    norm_topk_prob: bool = True
     output_gate_type: str
     mtp_num_hidden_layers: int = _integer(0, default=_DEFAULTS["mtp_num_hidden_layers"])
 
@@ -131,7 +131,8 @@ class Geometry:
             if not holds:
                 raise _refuse(key, getattr(self, key), allowed)
 
-    def _rules(self):
+    def _rules(self) -> Iterator[tuple[str, str, bool]]:
+        """Key, what is allowed, whether it holds; later rules rely on earlier ones."""
         layers, names = self.num_hidden_layers, ("linear_attention", "full_attention")
         types = self.layer_types
         yield "layer_types", "a list of layer names", isinstance(types, tuple)

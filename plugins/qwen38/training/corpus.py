@@ -86,7 +86,7 @@ REFUSED = ("gpl", "general public", "mozilla", "mpl", "proprietary", "cc-by-nc")
 SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 # Names that hold licence texts, vendored data or machine-made tables rather than source and prose.
 SKIPPED = re.compile(r"(licen[sc]e|copying|authors|locale/|_pb2|/data/|sources\.txt|unicode_?data|/lib2to3/tests/data)", re.I)
-CAP_BYTES = 9_000_000  # per source, so that no package dominates
+CAP_BYTES = 7_000_000  # per source, so that no package dominates
 HELDOUT_SHARE = 100  # one file in this many
 SPLIT = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

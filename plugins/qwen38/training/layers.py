@@ -93,8 +93,8 @@ def delta_rule(q, k, v, log_decay, beta, chunk: int = 32):
     if pad:
         q, k, v = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (q, k, v))
         log_decay, beta = (F.pad(t, (0, 0, 0, pad)) for t in (log_decay, beta))
-    q, k, v = (t.transpose(1, 2).unflatten(2, (-1, chunk)) for t in (q, k, v))  # [B, heads, chunks, C, d]
-    log_decay, beta = (t.transpose(1, 2).unflatten(2, (-1, chunk)) for t in (log_decay, beta))
+    # [B, heads, chunks, C, d] and [B, heads, chunks, C]
+    q, k, v, log_decay, beta = (t.transpose(1, 2).contiguous().unflatten(2, (-1, chunk)) for t in (q, k, v, log_decay, beta))
     c = log_decay.cumsum(-1)
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     ratio = (c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~causal, -math.inf).exp()
@@ -118,7 +118,7 @@ def delta_rule(q, k, v, log_decay, beta, chunk: int = 32):
     state = F.pad(pr[:, :, :-1, :, dk:], (0, 0, 0, 0, 1, 0))
     fresh = u - w @ state
     o = (q * c.exp().unsqueeze(-1)) @ state + ((q @ kt) * ratio) @ fresh
-    return o.flatten(2, 3).transpose(1, 2)[:, :length]
+    return o.flatten(2, 3).transpose(1, 2)[:, :length].contiguous()
 
 
 def gated_delta_net(m, qkv, z, b, a, conv, a_log, dt_bias, norm, out, key_heads: int, key_dim: int, value_dim: int):
@@ -159,27 +159,35 @@ def rotate(x, cos, sin):
 
 
 def attention_inputs(m, q_proj, k_proj, v_proj, q_norm, k_norm, cos, sin):
-    """Returns q ``[B, heads, T, d]``, k, v ``[B, kv, T, d]`` (normalised, rotated) and gate ``[B, T, heads·d]``."""
+    """Returns q ``[B, heads, T, d]``, k, v ``[B, kv, T, d]`` (normalised, rotated) and gate ``[B, T, heads·d]``.
+
+    All contiguous: compiled blocks are specialised to their inputs' strides.
+    """
     dim = q_norm.shape[0]
     q, gate = linear(m, q_proj).unflatten(-1, (-1, 2 * dim)).split(dim, -1)
     k, v = (linear(m, w).unflatten(-1, (-1, dim)) for w in (k_proj, v_proj))
     q = rotate(unit(q) * (1 + q_norm), cos, sin).to(m.dtype)
     k = rotate(unit(k) * (1 + k_norm), cos, sin).to(m.dtype)
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), gate.flatten(-2)
+    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    return q, k, v, gate.flatten(-2).contiguous()
 
 
 def attend(q, k, v, mask=None):
-    """Causal grouped-query attention, or attention under a boolean ``mask [B, 1, T, T]`` (True = visible)."""
+    """Causal grouped-query attention, or attention under a boolean ``mask [B, 1, T, T]`` (True = visible).
+
+    Returns ``[B, T, heads·d]``.
+    """
     repeat = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(repeat, 1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return o.transpose(1, 2).contiguous().flatten(-2)
 
 
 def attend_chain(q, k, v, chain_k, chain_v, seen: int):
     """Attention of one draft depth: committed keys ≤ own row plus the chain's own proposal rows.
 
     ``q [B, heads, T, d]``; ``k, v [B, kv, T, d]`` of depth one; ``chain_k, chain_v [B, kv, T, M, d]`` proposal rows of the
-    chain that starts at the same row, of which the first ``seen`` exist.
+    chain that starts at the same row, of which the first ``seen`` exist.  Returns ``[B, T, heads·d]``.
     """
     batch, heads, length, dim = q.shape
     grouped = q.unflatten(1, (k.shape[1], -1))  # [B, kv, group, T, d]
@@ -193,12 +201,12 @@ def attend_chain(q, k, v, chain_k, chain_v, seen: int):
     committed, proposed = probabilities.split([length, chain_k.shape[-2]], -1)
     out = (committed.flatten(2, 3) @ v).unflatten(2, (-1, length))
     out = out + (proposed.unsqueeze(-1) * chain_v.unsqueeze(2)).sum(-2)
-    return out.flatten(1, 2)
+    return out.flatten(1, 2).transpose(1, 2).contiguous().flatten(-2)
 
 
 def attention_output(o, gate, o_proj):
-    """``o [B, heads, T, d]`` gated elementwise and projected: ``[B, T, H]``."""
-    return linear(o.transpose(1, 2).flatten(-2) * torch.sigmoid(gate), o_proj)
+    """``o [B, T, heads·d]`` gated elementwise and projected: ``[B, T, H]``."""
+    return linear(o * torch.sigmoid(gate), o_proj)
 
 
 def fake_activation(a, scale):

@@ -121,7 +121,7 @@ class Model:
         """
         statistics: dict = {}
         e = F.embedding(tokens, self.get(TEXT + "embed_tokens.weight"))
-        x = e.float().unsqueeze(-2).expand(*e.shape[:-1], self.config["hc_count"], e.shape[-1])
+        x = e.float().unsqueeze(-2).repeat_interleave(self.config["hc_count"], -2)
         for layer, kind in enumerate(self.config["layer_types"]):
             prefix = f"{TEXT}layers.{layer}."
             if layer in self.hashes:

@@ -231,7 +231,7 @@ class Trainer:
 
 def joint_factor(a, f: float, step: int) -> float:
     """Learning-rate factor at share ``f`` of phase 1: warm-up, constant, then 1 − √ decay to 3 %."""
-    warm = min(1.0, (step + 1) / 150)
+    warm = min(1.0, (step + 1) / 100)
     if a.hold or f < 1 - a.decay_share:
         return a.start_factor * warm
     return a.start_factor * warm * max(0.03, 1 - math.sqrt((f - (1 - a.decay_share)) / a.decay_share))

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from specdec_qwen38.geometry import REAL, TINY, Geometry
 
 from specdec.errors import CheckpointError
+from specdec_qwen38.geometry import REAL, TINY, Geometry
 
 
 def published_config():

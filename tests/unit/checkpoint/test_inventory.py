@@ -7,10 +7,10 @@ from math import prod
 
 import pytest
 from attrs import evolve
-from specdec_qwen38.geometry import REAL, TINY
-from specdec_qwen38.inventory import canonical_name, mtp_inventory, target_inventory
 
 from specdec.errors import DeclarationError
+from specdec_qwen38.geometry import REAL, TINY
+from specdec_qwen38.inventory import canonical_name, mtp_inventory, target_inventory
 
 LAYER = "model.language_model.layers."
 

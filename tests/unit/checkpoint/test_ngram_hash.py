@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from specdec_qwen38 import ngram_hash
 from specdec_qwen38.geometry import REAL, TINY
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.checkpoint import nvfp4
+from specdec.testing.guard import CapturableGuard
 
 E4M3 = torch.float8_e4m3fn
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -48,9 +49,10 @@ def bits(tensor):
 def random_blocks(shape, seed, spread=6.0):
     """Values over many magnitudes, with all-zero blocks and exact rounding ties among them."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator) * torch.exp(spread * torch.randn(shape[:-1], generator=generator))[
-        ..., None
-    ]
+    values = (
+        torch.randn(shape, generator=generator)
+        * torch.exp(spread * torch.randn(shape[:-1], generator=generator))[..., None]
+    )
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
     values[..., 0, :8] = ties
     values[..., 0, 8:16] = -ties
@@ -148,6 +150,16 @@ def test_activation_scales_may_differ_by_row():
             assert torch.equal(together[i, j], nvfp4.quantise_activation(a[i, j], scales[i, j]))
 
 
+def test_decoding_and_quantising_activations_may_run_inside_a_round():
+    a, s_in = random_blocks((4, 3, 32), seed=9), torch.rand(4, 3) + 0.1
+    stored = nvfp4.quantise(random_blocks((2, 4, 32), seed=10))
+    expected = nvfp4.quantise_activation(a, s_in), nvfp4.dequantise(*stored)
+    with CapturableGuard() as guard:
+        result = nvfp4.quantise_activation(a, s_in), nvfp4.dequantise(*stored)
+        guard.allow(*result)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, expected, strict=True))
+
+
 def test_large_activations_saturate_instead_of_overflowing():
     quantised = nvfp4.quantise_activation(torch.full((16,), 1e6), torch.tensor(1.0))
     assert quantised.tolist() == [448.0 * 6.0] * 16
@@ -218,7 +230,7 @@ def test_refusals():
         nvfp4.quantise(torch.full((2, 16), float("nan")))
     with pytest.raises(ValueError, match="one for each matrix"):
         nvfp4.quantise(good, torch.ones(2))
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="smallest normal"):
         nvfp4.quantise(good, torch.tensor(0.0))
     with pytest.raises(ValueError, match="multiple of 16"):
         nvfp4.quantise_activation(torch.zeros(3, 8), torch.tensor(1.0))

@@ -162,7 +162,9 @@ def test_missing_shard_names_file_and_tensor(make_checkpoint):
 
 
 def test_a_tensor_in_two_shards_names_both(make_checkpoint):
-    shards = {"one.safetensors": {"x": torch.zeros(2)}, "two.safetensors": {"x": torch.zeros(2), "y": torch.zeros(2)}}
+    shards = {
+        f"{file}.safetensors": {n: torch.zeros(2) for n in names} for file, names in (("one", "wx"), ("two", "xy"))
+    }
     message = refusal(Checkpoint.open, make_checkpoint(shards))
     assert "tensor x" in message and "one.safetensors" in message and "two.safetensors" in message
 

@@ -13,7 +13,8 @@ def field(kind: str, **changes: Any) -> StateField:
 
 
 @pytest.mark.parametrize(
-    ("kind", "extent", "rows"), [("row", 1, 1), ("columns", 8, 8), ("window", 3, 11), ("ring", 16, 16), ("records", 9, 9)]
+    ("kind", "extent", "rows"),
+    [("row", 1, 1), ("columns", 8, 8), ("window", 3, 11), ("ring", 16, 16), ("records", 9, 9)],
 )
 def test_rows_and_bytes_per_slot(kind: str, extent: int, rows: int) -> None:
     made = field(kind, extent=extent, layers=5)
@@ -44,11 +45,14 @@ def test_layout_totals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "history", "enough"), [("columns", 0, 8), ("records", 0, 8), ("ring", 0, 8), ("ring", 3, 11), ("columns", 3, 8)]
+    ("kind", "history", "enough"),
+    [("columns", 0, 8), ("records", 0, 8), ("ring", 0, 8), ("ring", 3, 11), ("columns", 3, 8)],
 )
 def test_extent_must_hold_history_and_a_round(kind: str, history: int, enough: int) -> None:
     def build(extent: int) -> StateLayout:
-        return StateLayout(owner="target", fields=[field(kind, extent=extent)], max_draft_tokens=7, ring_history=history)
+        return StateLayout(
+            owner="target", fields=[field(kind, extent=extent)], max_draft_tokens=7, ring_history=history
+        )
 
     assert build(enough).fields[0].extent == enough
     with pytest.raises(DeclarationError, match=rf"extent {enough - 1}.*at least {enough}"):

@@ -70,7 +70,9 @@ def test_totals_and_lookup_agree_with_the_list(layers: set[int], experts: int, s
     assert inventory.lookup(f"l.{numbers[0]}.e.{experts}.w2.weight") is None
 
 
-@pytest.mark.parametrize("name", ["l.01.norm", "l.1.norm.x", "xl.1.norm", "l.-1.norm", "l..norm", "l.1.norm\n", "l.١.norm"])
+@pytest.mark.parametrize(
+    "name", ["l.01.norm", "l.1.norm.x", "xl.1.norm", "l.-1.norm", "l..norm", "l.1.norm\n", "l.١.norm"]
+)
 def test_lookup_refuses_similar_names(name: str) -> None:
     assert TensorInventory(groups=[group("l.{l}.norm", axes=(("l", 40),))]).lookup(name) is None
 
