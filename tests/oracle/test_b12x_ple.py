@@ -229,8 +229,9 @@ def test_layer_through_chunks_and_windows_with_rejections(directory, dtype, tole
     tokens[[9, 30, 31]] = TINY.eos_token_id
     residual = random_weight("matrix", (count, TINY.hc_count, TINY.hidden_size), generator) * 10
     residual = residual.to(getattr(torch, dtype))
+    reference_layer = Layer(directory)
     with KeepDouble() if dtype == "float64" else nullcontext():
-        expected = Layer(directory)(residual, tokens)
+        expected = reference_layer(residual, tokens)
     target = prepare(directory, dtype=dtype, slots=1).target
     ngrams, store, slots = target.layers[1].ngrams, target.store, torch.tensor([0])
     outputs, start = [], 0

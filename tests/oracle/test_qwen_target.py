@@ -6,7 +6,7 @@ import pytest
 import torch
 from qwen_models import hf_model, lower_group_first, prepare, write_random_checkpoint
 
-from specdec.state.requests import CONSUMED, TERMINAL
+from specdec.state.requests import CONSUMED, FINISH
 
 LENGTH = 150
 EOS = 500
@@ -70,7 +70,7 @@ def test_random_windows_with_rejections_match(case):
         # drafts beyond the accepted prefix are wrong tokens
         window[taken:] = torch.randint(0, 512, (width - taken,), generator=generator)
         table.integers[2, CONSUMED] = consumed
-        table.integers[2, TERMINAL] = 0
+        table.integers[2, FINISH] = 0
         lanes = table.lanes(torch.tensor([2]))
         logits = target.verify(window.unsqueeze(0), lanes)[0]
         assert (logits[:taken] - expected[consumed : consumed + taken]).abs().max() <= 2e-5

@@ -21,7 +21,7 @@ from specdec.round.completion import METADATA_FIELDS, Finish
 from specdec.sampling.chain import chain_verify, resolve_empty, sample
 from specdec.sampling.law import LawParams, law
 from specdec.sampling.philox import round_uniforms
-from specdec.state.requests import BUDGET, CONSUMED, EPOCH, GENERATED, PENDING, REQUEST, SEED, Lanes
+from specdec.state.requests import BUDGET, CONSUMED, EPOCH, FINISH, GENERATED, PENDING, REQUEST, SEED, Lanes
 
 
 @frozen(kw_only=True, eq=False)
@@ -120,9 +120,8 @@ class _Settlement:
         """Advances the request table and writes one record per lane; dead lanes report themselves with zero emission."""
         live = lanes.live
         last = tokens.gather(1, (emitted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        terminal = (finish != int(Finish.NONE)) | ~live
         advanced = self.arena.requests.advance(
-            lanes, consumed=consumed, emitted=emitted, last=last, terminal=terminal
+            lanes, consumed=consumed, emitted=emitted, last=last, finish=finish
         )
         rows = torch.where(live.unsqueeze(1), advanced, lanes.resident)
         draft_rows = faults = torch.zeros_like(emitted)
@@ -137,7 +136,7 @@ class _Settlement:
                 rows[:, EPOCH],
                 self.staging.round.expand_as(emitted),
                 lanes.requested,
-                finish * live,
+                rows[:, FINISH],
                 rows[:, CONSUMED],
                 rows[:, GENERATED],
                 rows[:, PENDING],

@@ -9,12 +9,14 @@ from torch import Tensor
 from specdec.sampling.law import LawParams
 from specdec.sampling.params import SamplingParams
 
-# integer columns
-CONSUMED, PENDING, GENERATED, BUDGET, TERMINAL, REQUEST, EPOCH, SEED, TOP_K, GREEDY = range(10)
+# integer columns; FINISH is 0 while the request runs, then the code of ``completion.Finish``
+CONSUMED, PENDING, GENERATED, BUDGET, FINISH, REQUEST, EPOCH, SEED, TOP_K, GREEDY = range(10)
 INTEGER_COLUMNS = 10
 # float columns
 TEMPERATURE, TOP_P, MIN_P = range(3)
 FLOAT_COLUMNS = 3
+# a slot without a request
+NEUTRAL_FINISH = 5
 # pads a request's stop ids; no token id, and not the −1 that pads emitted tokens
 NO_STOP = -2
 
@@ -68,9 +70,9 @@ class RequestTable:
         self.integers = torch.zeros(slots + 1, INTEGER_COLUMNS, dtype=torch.int64, device=device)
         self.floats = torch.ones(slots + 1, FLOAT_COLUMNS, dtype=torch.float32, device=device)
         self.stops = torch.full((slots + 1, stop_ids), NO_STOP, dtype=torch.int64, device=device)
-        # neutral row: one consumed token, so that position N − 1 exists; terminal, so that nothing advances
+        # neutral row: one consumed token, so that position N − 1 exists; finished, so that nothing advances
         self.integers[:, CONSUMED] = 1
-        self.integers[:, TERMINAL] = 1
+        self.integers[:, FINISH] = NEUTRAL_FINISH
 
     def admit(
         self,
@@ -101,7 +103,7 @@ class RequestTable:
     def lanes(self, slots: Tensor) -> Lanes:
         """Rows of a round's lanes; terminal requests become dead lanes. slots: [B] int64. Does not change the table."""
         resident = self.integers.index_select(0, slots)
-        live = resident[:, TERMINAL] == 0
+        live = resident[:, FINISH] == 0
         effective = torch.where(live, slots, self.spare)
         return Lanes(
             requested=slots,
@@ -112,16 +114,16 @@ class RequestTable:
             floats=self.floats.index_select(0, effective),
         )
 
-    def advance(self, lanes: Lanes, *, consumed: Tensor, emitted: Tensor, last: Tensor, terminal: Tensor) -> Tensor:
+    def advance(self, lanes: Lanes, *, consumed: Tensor, emitted: Tensor, last: Tensor, finish: Tensor) -> Tensor:
         """Commits a round: counters once, last emitted token pending. All [B]. Returns the new integer rows [B, 10].
 
         ``consumed`` is the number of inputs consumed (0 when a request samples its first token from its prompt).
-        Dead lanes must come with consumed = emitted = 0 and terminal True; they rewrite the spare row with itself.
+        Dead lanes must come with consumed = emitted = 0; they rewrite the spare row with itself.
         """
         rows = lanes.integers.clone()
         rows[:, CONSUMED] += consumed
         rows[:, PENDING] = torch.where(emitted > 0, last, rows[:, PENDING])
         rows[:, GENERATED] += emitted
-        rows[:, TERMINAL] = terminal.to(torch.int64)
+        rows[:, FINISH] = torch.where(lanes.live, finish, rows[:, FINISH])
         self.integers.index_copy_(0, lanes.slots, rows)
         return rows
