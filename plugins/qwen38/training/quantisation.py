@@ -59,6 +59,11 @@ def straight_through(parameters, part: str) -> dict[str, torch.Tensor]:
     return stored
 
 
+def unquantised(parameters) -> dict[str, torch.Tensor]:
+    """The same entries unchanged, as the same kind of tensor (compiled blocks tell a parameter from its view)."""
+    return {n: p.view_as(p) for n, p in parameters.items() if is_expert(n) or n.endswith("ngram_embedding.weight")}
+
+
 @torch.no_grad()
 def checkpoint_values(parameters, *, experts: bool = True) -> dict[str, torch.Tensor]:
     """Every parameter as the checkpoint holds it, float32: BF16 rounding, NVFP4 experts, FP8 table."""

@@ -37,7 +37,7 @@ import objectives  # noqa: E402
 from model import Model  # noqa: E402
 from optimiser import Optimiser  # noqa: E402
 from parameters import MTP, initialise, parameter_list, text_config  # noqa: E402
-from quantisation import straight_through  # noqa: E402
+from quantisation import straight_through, unquantised  # noqa: E402
 
 BEGIN = time.monotonic()
 
@@ -139,7 +139,7 @@ class Trainer:
         text = self.draw()
         model, (language, terms, lawful) = self.model, self.losses
         model.quantised = frozenset({"activations"} if quantised else ())
-        model.stored = {}
+        model.stored = unquantised(self.parameters)
         if quantised:
             model.stored = {**straight_through(self.parameters, "target"), **straight_through(self.parameters, "mtp")}
         tokens = text[:, :-1]
@@ -161,7 +161,9 @@ class Trainer:
     def freeze_target(self) -> None:
         """From here the target runs in its stored form; only the drafter and the selectors change."""
         self.calibrate()
-        self.frozen = {n: v.detach() for n, v in straight_through(self.parameters, "target").items()}
+        stored = straight_through(self.parameters, "target")
+        # Asking for gradients that nothing computes keeps the compiled blocks of phase 1.
+        self.frozen = {n: v.detach().requires_grad_() for n, v in stored.items()}
 
     def drafter_step(self, sharp: float) -> dict:
         """``sharp`` in [0, 1]: weight of the acceptance objective against plain distillation."""
@@ -171,7 +173,7 @@ class Trainer:
         model.stored = self.frozen
         # The graph of the target is dropped unused: running it in gradient mode spares a second set of compiled blocks.
         logits, h, statistics = model.target(tokens, keep=True)
-        logits, h = logits.detach(), h.detach()
+        logits, h = logits.detach(), h.detach().requires_grad_()
         model.stored = {**self.frozen, **straight_through(self.parameters, "mtp")}
         law, keep = lawful(logits), {}
         total, logged, reach = 0.0, {}, None

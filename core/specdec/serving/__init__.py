@@ -1,0 +1,1 @@
+"""Requests, the loaded model and the generation loop. ``request`` and ``statistics`` are torch-free."""

@@ -1,0 +1,98 @@
+"""Runs the same requests with different draft counts in one process and compares them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from specdec.serving.generate import Generator
+from specdec.serving.model import LoadedModel
+from specdec.serving.request import Emission, Progress, Request
+from specdec.serving.statistics import DraftStatistics
+
+
+@define(kw_only=True, eq=False)
+class Arm:
+    """One way to run the requests. draft_tokens: None is plain decoding without a drafter, 0 keeps draft state at width one."""
+
+    name: str
+    draft_tokens: int | None
+    generator: Generator
+    statistics: DraftStatistics = field(factory=DraftStatistics)
+    seconds: float = 0.0
+    passes: list[float] = field(factory=list)
+    outputs: dict[int, list[int]] = field(factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens emitted in rounds over the seconds spent in rounds; prompts and first tokens are outside both."""
+        return self.statistics.tokens_in_rounds / self.seconds if self.seconds else 0.0
+
+    def as_data(self, baseline: float) -> dict[str, object]:
+        """Plain types for JSON; baseline: tokens per second of the arm everything is compared with."""
+        statistics = self.statistics
+        return {
+            "name": self.name,
+            "draft_tokens": self.draft_tokens,
+            "tokens": statistics.tokens,
+            "rounds": statistics.rounds,
+            "tokens_per_round": statistics.tokens_per_round,
+            "acceptance_by_depth": statistics.acceptance_by_depth,
+            "survival_by_depth": statistics.survival_by_depth,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_by_pass": list(self.passes),
+            "speed_ratio": self.tokens_per_second / baseline if baseline else 0.0,
+        }
+
+
+def run_arm(arm: Arm, requests: Sequence[Request], *, counted: bool = True) -> None:
+    """Runs all requests once through an arm, adding to its counts unless ``counted`` is False (warm-up)."""
+    generator = arm.generator
+    for number, request in enumerate(requests):
+        generator.submit(request)
+        output: list[int] = []
+        running, seconds = True, 0.0
+        while running:
+            started = time.perf_counter()
+            events = list(generator.step())
+            elapsed = time.perf_counter() - started
+            in_round = not any(isinstance(event, Progress) for event in events)
+            seconds += elapsed if in_round else 0.0
+            for event in events:
+                if isinstance(event, Emission):
+                    output.extend(event.tokens)
+                    running = not event.finish
+                    if counted:
+                        arm.statistics.add(event.completion, in_round=in_round)
+        if counted:
+            arm.seconds += seconds
+            arm.outputs[number] = output
+
+
+def compare(arms: Sequence[Arm], requests: Sequence[Request], *, passes: int = 1, warm_up: int = 1) -> None:
+    """Runs every arm over the requests, alternating the order of arms from pass to pass; results stay in the arms."""
+    for arm in arms:
+        run_arm(arm, requests[:warm_up], counted=False)
+    for number in range(passes):
+        ordered = arms if number % 2 == 0 else list(reversed(arms))
+        for arm in ordered:
+            tokens, seconds = arm.statistics.tokens_in_rounds, arm.seconds
+            run_arm(arm, requests)
+            tokens, seconds = arm.statistics.tokens_in_rounds - tokens, arm.seconds - seconds
+            arm.passes.append(tokens / seconds if seconds else 0.0)
+
+
+def arms_for(
+    speculative: LoadedModel, plain: LoadedModel, draft_tokens: Sequence[int | None]
+) -> list[Arm]:
+    """Arms over two prepared models: None runs on ``plain``, a count on ``speculative`` at that many drafts."""
+    arms = []
+    for count in draft_tokens:
+        model = plain if count is None else speculative
+        name = "plain" if count is None else f"{count} draft{'s' if count != 1 else ''}"
+        generator = Generator(model, width=1 if count is None else count + 1)
+        arms.append(Arm(name=name, draft_tokens=count, generator=generator))
+    return arms

@@ -1,0 +1,213 @@
+"""A loaded model: checkpoint, target, drafter, arena and the rounds of its catalog."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from specdec.catalog import PreparationConfig, RoundShape, batch_capacities, speculative_shapes
+from specdec.checkpoint.reader import Checkpoint
+from specdec.checkpoint.tokenizer import Tokenizer
+from specdec.declaration import Recipe
+from specdec.errors import CapacityError, CheckpointError, UsageError
+from specdec.interfaces import Capacities, Drafter, Round, Target
+from specdec.recipes import recipe_book
+from specdec.round.arena import Arena
+from specdec.round.transaction import FirstToken
+from specdec.sampling.params import SamplingParams
+
+# Stop ids a request may carry: the checkpoint's and a few of its own.
+STOP_IDS = 8
+
+
+@frozen(kw_only=True)
+class GenerationDefaults:
+    """Sampling and stop ids of a checkpoint: ``generation_config.json`` where it speaks, the recipe elsewhere."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    stop_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, recipe: Recipe) -> GenerationDefaults:
+        """Raises CheckpointError if the file is not a JSON object or a value has the wrong type."""
+        path = Path(checkpoint.directory) / "generation_config.json"
+        found: dict[str, Any] = {}
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+        text = checkpoint.config.get("text_config", checkpoint.config)
+        ids = found.get("eos_token_id", text.get("eos_token_id", recipe.eos_token_ids))
+        ids = (ids,) if isinstance(ids, int) else tuple(ids)
+        sampling = recipe.sampling
+        try:
+            return cls(
+                temperature=float(found.get("temperature", sampling.temperature)),
+                top_k=int(found.get("top_k", sampling.top_k)),
+                top_p=float(found.get("top_p", sampling.top_p)),
+                min_p=float(found.get("min_p", sampling.min_p)),
+                stop_ids=tuple(int(i) for i in ids),
+            )
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: sampling defaults and eos_token_id must be numbers: {error}") from error
+
+    def sampling(self, **overrides: Any) -> SamplingParams:
+        """Sampling options with the given ones replaced (None keeps the default)."""
+        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        values.update({name: value for name, value in overrides.items() if value is not None})
+        return SamplingParams(**values)
+
+
+def embedded_checkpoint(recipe: Recipe) -> Path:
+    """Folder of the small checkpoint that the plugin ships.
+
+    Raises CheckpointError if the recipe has none or it is not installed.
+    """
+    if recipe.embedded_checkpoint is None:
+        raise CheckpointError(f"recipe {recipe.name!r} ships no checkpoint; name one with --checkpoint DIR")
+    package, _, folder = recipe.embedded_checkpoint.partition(":")
+    path = Path(str(resources.files(package))) / folder
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path}: the small checkpoint of recipe {recipe.name!r} is not there; reinstall the plugin or name a folder with "
+            "--checkpoint DIR"
+        )
+    return path
+
+
+def check_model_type(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """Raises CheckpointError if the configuration's model type is none that the recipe accepts."""
+    found = checkpoint.config.get("model_type")
+    if found not in recipe.model_types:
+        raise CheckpointError(
+            f"{checkpoint.directory}: config.json: model_type is {found!r}, recipe {recipe.name!r} accepts "
+            f"{', '.join(recipe.model_types)}"
+        )
+
+
+class LoadedModel:
+    """Everything a generation loop needs. Build with ``prepare``."""
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        config: PreparationConfig,
+        target: Target,
+        drafter: Drafter | None,
+        tokenizer: Tokenizer,
+        defaults: GenerationDefaults,
+        capacities: Capacities,
+        device: torch.device,
+        rounds: dict[tuple[int, int], Round],
+        first_tokens: dict[int, FirstToken],
+        arena: Arena,
+    ) -> None:
+        self.recipe = recipe
+        self.config = config
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.capacities = capacities
+        self.device = device
+        self.rounds = rounds
+        self.first_tokens = first_tokens
+        self.arena = arena
+
+    @classmethod
+    def prepare(
+        cls,
+        recipe: Recipe,
+        config: PreparationConfig,
+        *,
+        directory: str | Path | None = None,
+        device: str = "cpu",
+        dtype: str | None = None,
+    ) -> LoadedModel:
+        """Opens the checkpoint, loads target and drafter through the owner's hooks and builds every round of the catalog.
+
+        directory: checkpoint folder, None for the embedded one. dtype: torch dtype name of activations; None takes float32 on a CPU
+        and bfloat16 elsewhere. Allocates everything that rounds use.
+
+        Raises CheckpointError, PluginError, CapacityError or UsageError with one line each.
+        """
+        where = torch.device(device)
+        dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
+        hooks = recipe_book().hooks_for(recipe)
+        path = Path(directory) if directory is not None else embedded_checkpoint(recipe)
+        with Checkpoint.open(path) as checkpoint, torch.inference_mode():
+            check_model_type(checkpoint, recipe)
+            defaults = GenerationDefaults.read(checkpoint, recipe)
+            if len(defaults.stop_ids) > STOP_IDS:
+                raise CheckpointError(f"{path}: {len(defaults.stop_ids)} stop ids; at most {STOP_IDS} are supported")
+            tokenizer = Tokenizer.load(path)
+            text = checkpoint.config.get("text_config", checkpoint.config)
+            limit = text.get("max_position_embeddings")
+            if isinstance(limit, int) and config.context > limit:
+                raise UsageError(
+                    f"--context is {config.context}; the checkpoint's max_position_embeddings is {limit} ({path}); lower it"
+                )
+            horizon = recipe.max_draft_tokens + 1
+            page = recipe.target_layout.page_tokens
+            slots = batch_capacities(config.concurrency)[-1]
+            capacities = Capacities(
+                slots=slots,
+                context=config.context,
+                pages=slots * -(-(config.context + horizon) // page),
+                max_draft_tokens=recipe.max_draft_tokens,
+                dtype=dtype,
+                prefill_rows=config.prefill_tokens[-1],
+            )
+            target = hooks.build_target_state(checkpoint=checkpoint, capacities=capacities, device=where)
+            drafter = None
+            if config.speculative:
+                drafter = hooks.load_drafter(checkpoint=checkpoint, target=target, capacities=capacities)
+            arena = Arena(
+                slots=slots, max_draft_tokens=recipe.max_draft_tokens, stop_ids=STOP_IDS, device=where
+            )
+            rounds = {}
+            for shape in cls.shapes(config):
+                key = (shape.batch, shape.verify_width)
+                rounds[key] = hooks.capture_round(target=target, drafter=drafter, shape=shape, arena=arena)
+            first_tokens = {
+                batch: FirstToken(target=target, drafter=drafter, arena=arena, batch=batch)
+                for batch in batch_capacities(config.concurrency)
+            }
+        return cls(
+            recipe=recipe,
+            config=config,
+            target=target,
+            drafter=drafter,
+            tokenizer=tokenizer,
+            defaults=defaults,
+            capacities=capacities,
+            device=where,
+            rounds=rounds,
+            first_tokens=first_tokens,
+            arena=arena,
+        )
+
+    @staticmethod
+    def shapes(config: PreparationConfig) -> tuple[RoundShape, ...]:
+        """Round shapes of the catalog that this configuration prepares."""
+        return speculative_shapes(config.concurrency, config.speculative_widths, config.speculative_token_capacity)
+
+    def round_for(self, lanes: int, width: int) -> tuple[int, Round]:
+        """Batch capacity and round for a number of live lanes; width one where the catalog lacks the wanted shape."""
+        for batch in batch_capacities(self.config.concurrency):
+            if batch >= lanes:
+                chosen = self.rounds.get((batch, width)) or self.rounds[(batch, 1)]
+                return batch, chosen
+        raise CapacityError(
+            f"{lanes} lanes do not fit: concurrency {self.config.concurrency} was prepared; prepare more or run fewer at once"
+        )
