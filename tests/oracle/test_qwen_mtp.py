@@ -129,6 +129,9 @@ def test_first_draft_after_rounds_with_rejected_drafts(case, seed):
         target.commit(lanes, taken)
         consumed = {slot: count + int(taken[slot]) for slot, count in consumed.items()}
         assert drafter.store["rows"][0, :2, 0].tolist() == [count - 1 for count in consumed.values()]
+        # selector protocol: the next interval, row N − 1, starts at the anchor plus the rows that stand, at least one
+        stands = (taken - 1).clamp(min=1)
+        assert (drafter.store["anchor"][0, :2, 0] + stands).tolist() == [count - 1 for count in consumed.values()]
         assert (drafter.faults(lanes.slots) + target.faults(lanes.slots)).eq(0).all()
         emissions.add((drafts, *taken.tolist()))
     assert len(emissions) > 5
@@ -137,7 +140,5 @@ def test_first_draft_after_rounds_with_rejected_drafts(case, seed):
     recorder = Recorder(torch.randint(0, VOCABULARY, (2, 7), generator=generator))
     drafter.propose(lanes_of(model, consumed, case.tokens), 7, recorder)
     count = consumed[1]
-    expected = case.oracle.proposals(
-        case.feedback[:count], case.tokens[1 : count + 1], recorder.forced[1].tolist()
-    )
+    expected = case.oracle.proposals(case.feedback[:count], case.tokens[1 : count + 1], recorder.forced[1].tolist())
     assert (torch.stack(recorder.logits)[:, 1] - expected).abs().max() <= case.tolerance

@@ -35,14 +35,17 @@ THIRD_PARTY = {"pluggy", "attr", "attrs", "cattrs"}
 #: Inside functions, where it is needed: version ranges are compared only for plugins that state one.
 LATE_THIRD_PARTY = {"packaging"}
 
-SKIPPED_FOLDERS = {".git", ".venv", "__pycache__", "build", "dist", ".hypothesis"}
+SKIPPED_FOLDERS = {"__pycache__", "build", "dist"}
 
 
 def files(*suffixes: str) -> Iterator[Path]:
     """Files of the repository, caches and environments left out."""
     for folder, folders, names in os.walk(ROOT):
+        # Hidden folders are environments, caches and scratch, except the one with the continuous-integration script.
         folders[:] = [
-            name for name in folders if name not in SKIPPED_FOLDERS and not name.endswith((".egg-info", "_cache"))
+            name
+            for name in folders
+            if name == ".ci" or not (name in SKIPPED_FOLDERS or name.startswith(".") or name.endswith(".egg-info"))
         ]
         yield from (Path(folder, name) for name in sorted(names) if not suffixes or name.endswith(suffixes))
 

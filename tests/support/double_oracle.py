@@ -12,15 +12,22 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepDouble(TorchFunctionMode):
-    """Inside this context every request for float32, by cast or by ``dtype=``, gives float64."""
+    """Inside this context every request for float32, by cast or by ``dtype=``, gives float64.
+
+    narrow: further dtypes treated so; with bfloat16 among them a reference's rounding points disappear.
+    """
+
+    def __init__(self, *narrow: torch.dtype) -> None:
+        super().__init__()
+        self.narrow = (torch.float32, *narrow)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
             return args[0].double()
         if func is torch.Tensor.to:
-            args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
-        if kwargs.get("dtype") is torch.float32:
+            args = tuple(torch.float64 if argument in self.narrow else argument for argument in args)
+        if kwargs.get("dtype") in self.narrow:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 

@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 from specdec_qwen38.drafter import MtpDrafter
 from specdec_qwen38.geometry import TINY, Geometry
+from specdec_qwen38.inventory import target_inventory
 from specdec_qwen38.recipe import RECIPE
 from specdec_qwen38.target import QwenTarget
 
@@ -55,17 +56,32 @@ def hf_config(geometry: Geometry = TINY):
     return config
 
 
+def random_tensors(seed: int, geometry: Geometry = TINY) -> dict[str, torch.Tensor]:
+    """Float32 weights of target and drafter under their checkpoint names, target experts fused, n-gram table in shards."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for spec in target_inventory(geometry, experts="bfloat16_fused", ple="bfloat16").expand():
+        if spec.dtype != "int64":
+            tensors[spec.name] = random_weight(spec.name, spec.shape, generator).to(torch.float32)
+    return {**tensors, **mtp_tensors(seed, geometry)}
+
+
 def hf_model(seed: int, geometry: Geometry = TINY, dtype: torch.dtype = torch.float32):
-    """The transformers class with random weights."""
+    """The transformers class with the weights of ``random_tensors``."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
 
     model = Qwen4ExpForCausalLM(hf_config(geometry))
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, tensor in model.state_dict().items():
-        state[name] = tensor
-        if tensor.dtype.is_floating_point:
-            state[name] = random_weight(name, tuple(tensor.shape), generator).to(torch.float32)
+    ours = random_tensors(seed, geometry)
+    state = dict(model.state_dict())
+    for name in state:
+        stored = name.replace("model.", "model.language_model.", 1)
+        if stored in ours:
+            state[name] = ours[stored]
+        elif stored.endswith("ngram_embedding.weight"):
+            base = stored.removesuffix("weight")
+            state[name] = torch.cat([ours[f"{base}shard_{i}.weight"] for i in range(geometry.split_ngram_parts)])
+        elif state[name].dtype.is_floating_point:
+            raise AssertionError(f"no weight for {name}")
     model.load_state_dict(state)
     return model.to(dtype).eval()
 
@@ -127,9 +143,8 @@ def mtp_tensors(seed: int, geometry: Geometry = TINY) -> dict[str, torch.Tensor]
 
 
 def write_random_checkpoint(directory: Path, seed: int, geometry: Geometry = TINY) -> Path:
-    """Float32 checkpoint of ``hf_model(seed)`` and ``mtp_tensors(seed)``."""
-    tensors = {**hf_model(seed, geometry).state_dict(), **mtp_tensors(seed, geometry)}
-    return write_checkpoint(directory, tensors, {"model_type": "qwen4_exp", "text_config": geometry.to_config()})
+    """Float32 checkpoint of ``random_tensors(seed)``."""
+    return write_checkpoint(directory, random_tensors(seed, geometry), {"model_type": "qwen4_exp", "text_config": geometry.to_config()})
 
 
 @frozen(kw_only=True, eq=False)
@@ -147,7 +162,7 @@ class Prepared:
             store.reset(slot)
             reach = store.page_table.shape[1]
             store.set_pages(slot, range(1 + slot * reach, 1 + (slot + 1) * reach))
-        where = torch.tensor([slot])
+        where = torch.tensor([slot], device=self.arena.device)
         start, sizes = 0, list(chunks) or [len(prompt)]
         while start < len(prompt):
             size = sizes.pop(0) if sizes else len(prompt) - start
@@ -167,7 +182,7 @@ class Prepared:
     def consume(self, where: torch.Tensor, chunk: list[int], start: int) -> torch.Tensor:
         """One prompt chunk through target and drafter."""
         tail = self.target.feedback(where)
-        tokens = torch.tensor(chunk)
+        tokens = torch.tensor(chunk, device=self.arena.device)
         rows = self.target.prefill(tokens, where, start)
         if start:
             self.drafter.prefill(torch.cat([tail, rows[:-1]]), tokens, where, start - 1)
@@ -176,17 +191,19 @@ class Prepared:
         return rows
 
 
-def prepare(directory: Path, *, dtype: str = "float32", slots: int = 4, context: int = 192) -> Prepared:
+def prepare(
+    directory: Path, *, dtype: str = "float32", slots: int = 4, context: int = 192, device: str = "cpu"
+) -> Prepared:
     """Loads target and drafter for ``slots`` requests with private pages for a full context each."""
     reach = -(-(context + 8) // 64)
     capacities = Capacities(
         slots=slots, context=context, pages=slots * reach, max_draft_tokens=7, dtype=dtype, prefill_rows=context
     )
     with Checkpoint.open(directory) as checkpoint:
-        device = torch.device("cpu")
-        target = QwenTarget.build(recipe=RECIPE, checkpoint=checkpoint, capacities=capacities, device=device)
+        where = torch.device(device)
+        target = QwenTarget.build(recipe=RECIPE, checkpoint=checkpoint, capacities=capacities, device=where)
         drafter = MtpDrafter.load(recipe=RECIPE, checkpoint=checkpoint, target=target, capacities=capacities)
-    arena = Arena(slots=slots, max_draft_tokens=7, stop_ids=4, device=device)
+    arena = Arena(slots=slots, max_draft_tokens=7, stop_ids=4, device=where)
     return Prepared(target=target, drafter=drafter, arena=arena, capacities=capacities)
 
 

@@ -79,7 +79,7 @@ def prepared_model(args: argparse.Namespace, *, concurrency: int, context: int, 
 
     Raises RecipeError, UsageError, CheckpointError or PluginError with one line.
     """
-    from specdec.catalog import PreparationConfig
+    from specdec.preparation import PreparationConfig
     from specdec.recipes import recipe_book
 
     recipe = recipe_book().recipe(args.recipe)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from specdec.catalog import PreparationConfig, RoundShape, batch_capacities, speculative_shapes
+from specdec.catalog import RoundShape, batch_capacities
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.tokenizer import Tokenizer
 from specdec.declaration import Recipe
 from specdec.errors import CapacityError, CheckpointError, UsageError
 from specdec.interfaces import Capacities, Drafter, Round, Target
+from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.round.arena import Arena
 from specdec.round.transaction import FirstToken
@@ -199,8 +200,12 @@ class LoadedModel:
 
     @staticmethod
     def shapes(config: PreparationConfig) -> tuple[RoundShape, ...]:
-        """Round shapes of the catalog that this configuration prepares."""
-        return speculative_shapes(config.concurrency, config.speculative_widths, config.speculative_token_capacity)
+        """Round shapes that this configuration prepares; without speculation, plain decoding at every batch capacity."""
+        if config.speculative:
+            return config.shapes()
+        return tuple(
+            RoundShape(batch=batch, draft_tokens=0, verify_width=1) for batch in batch_capacities(config.concurrency)
+        )
 
     def round_for(self, lanes: int, width: int) -> tuple[int, Round]:
         """Batch capacity and round for a number of live lanes; width one where the catalog lacks the wanted shape."""

@@ -2,7 +2,7 @@
 
     python plugins/qwen38/training/export.py --run DIR --tokenizer FILE --out plugins/qwen38/specdec_qwen38/tiny
 
-``DIR`` is the output of train.py (``weights-*.safetensors``, ``results.json``); the checkpoint has the real model's tensor
+``DIR`` is the output of train.py (``weights-*.safetensors``, ``results.json``; ``tiny.tar`` holds the same checkpoint); the checkpoint has the real model's tensor
 names: routed experts NVFP4 (target with ``input_scale``, MTP without), n-gram table FP8 with one BF16 scale, the rest BF16.
 """
 

@@ -19,6 +19,7 @@ import gc
 import json
 import math
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -253,6 +254,8 @@ def run(trainer: Trainer, results: dict) -> None:
     say(f"training for {available:.0f} s with batch {trainer.batch} × {a.context}, compiled: {trainer.compiled}")
     results["batch"], results["compiled"] = trainer.batch, trainer.compiled
     good, healthy = None, 1.0
+    gc.collect()
+    gc.freeze()
     for phase in ("joint", "drafter"):
         if phase == "drafter":
             if a.hold:
@@ -293,8 +296,18 @@ def run(trainer: Trainer, results: dict) -> None:
         results["steps"][phase] = step
         results["tokens"][phase] = step * trainer.batch * a.context
         say(f"{phase} ends after {step} steps")
+        export.save_state(a.out, trainer.parameters, trainer.scales)
     if trainer.device.type == "cuda":
         results["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command with folders replaced by their roles (they differ between machines)."""
+    words = ["python", "plugins/qwen38/training/train.py"]
+    roles = {"--corpus": "CORPUS", "--out": "OUT", "--resume": "EARLIER_OUT"}
+    for before, word in zip(["", *arguments], arguments):
+        words.append(roles.get(before, word))
+    return " ".join(words)
 
 
 def main() -> None:
@@ -305,7 +318,7 @@ def main() -> None:
     torch._dynamo.config.cache_size_limit = 64
     cuda = a.device.startswith("cuda")
     results = {
-        "command": "python " + " ".join(["plugins/qwen38/training/train.py", *sys.argv[1:]]),
+        "command": command_line(sys.argv[1:]),
         "hardware": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
         "text_config_arguments": {"layers": a.layers, "budget": a.budget, "table_base": a.table_base},
@@ -350,10 +363,11 @@ def main() -> None:
         say("evaluation failed:\n" + results["evaluation_failure"])
     try:
         export.save_state(a.out, trainer.parameters, trainer.scales)
-        size = export.write_checkpoint(
-            a.out / "tiny", trainer.config, trainer.parameters, trainer.scales, a.corpus / "tokenizer.json", results
-        )
-        export.pack(a.out / "tiny", a.out / "tiny.tar")
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "tiny"
+            tokenizer = a.corpus / "tokenizer.json"
+            size = export.write_checkpoint(folder, trainer.config, trainer.parameters, trainer.scales, tokenizer, results)
+            export.pack(folder, a.out / "tiny.tar")
         results["checkpoint_bytes"] = size
         say(f"checkpoint {size:,} bytes")
     except Exception:
