@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from mtp_oracle import MtpOracle
-from qwen_models import hf_model, mtp_tensors, prepare
-from specdec_qwen38.geometry import TINY
+from qwen_models import prepare, random_tensors
 
 from specdec.checkpoint.writer import write_checkpoint
+from specdec_qwen38.geometry import TINY
 
 reference = pytest.importorskip("b12x.sequence.mtp_feedback.reference")
 
@@ -18,12 +18,12 @@ G = TINY
 
 def rounded(tensors):
     """Weights as a published checkpoint stores them: bfloat16."""
-    return {name: t.to(torch.bfloat16) if t.dtype.is_floating_point else t for name, t in tensors.items()}
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
 @pytest.fixture(scope="module")
 def tensors():
-    return rounded({**hf_model(SEED).state_dict(), **mtp_tensors(SEED)})
+    return rounded(random_tensors(SEED))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def inputs(rows: int):
 
 def expected(tensors, residual, tokens):
     return reference.feedback(
-        tensors["model.embed_tokens.weight"][tokens],
+        tensors["model.language_model.embed_tokens.weight"][tokens],
         residual,
         tensors["mtp.pre_fc_norm_embedding.weight"],
         tensors["mtp.pre_fc_norm_hidden.weight"],
@@ -81,7 +81,7 @@ def test_composed_oracle_fuses_as_the_reference(tensors):
         (oracle.residual_norm, "mtp.pre_fc_norm_hidden.weight"),
         (oracle.token_projection, "mtp.fc_embedding.weight"),
         (oracle.residual_projection, "mtp.fc_hidden.weight"),
-        (oracle.target.model.embed_tokens, "model.embed_tokens.weight"),
+        (oracle.target.model.embed_tokens, "model.language_model.embed_tokens.weight"),
     ):
         module.weight.copy_(tensors[name])
     residual, tokens = inputs(64)

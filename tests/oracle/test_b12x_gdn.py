@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attrs import evolve
-from specdec_qwen38.delta_net import DeltaNet
-from specdec_qwen38.geometry import REAL
-from specdec_qwen38.state import target_layout
 
 from specdec.ops.delta_rule import delta_rule_chunks, delta_rule_rows
 from specdec.state.store import StateStore
+from specdec_qwen38.delta_net import DeltaNet
+from specdec_qwen38.geometry import REAL
+from specdec_qwen38.state import target_layout
 
 reference = pytest.importorskip("b12x.sequence.gdn_decode.reference")
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from double_oracle import KeepDouble
 from qwen_models import random_weight
-from specdec_qwen38.geometry import TINY
-from specdec_qwen38.hyper_connection import HyperConnection, combine
-from specdec_qwen38.weights import Weights
 
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.writer import write_checkpoint
+from specdec_qwen38.geometry import TINY
+from specdec_qwen38.hyper_connection import HyperConnection, combine
+from specdec_qwen38.weights import Weights
 
 reference = pytest.importorskip("b12x.norm.hyperconnection.reference")
 

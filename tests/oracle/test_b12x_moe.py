@@ -5,25 +5,25 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-import specdec_qwen38.mixture as mixture
 import torch
 import torch.nn.functional as F
 from b12x_moe import load_references, swizzle
 from double_oracle import KeepDouble
-from qwen_models import hf_config, hf_model, mtp_tensors, prepare
-from specdec_qwen38.geometry import TINY
-from specdec_qwen38.mixture import load_mixture
-from specdec_qwen38.weights import Weights
+from qwen_models import hf_config, prepare, random_tensors
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
 
+import specdec_qwen38.mixture as mixture
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.writer import write_checkpoint
 from specdec.ops.moe import DenseMixture, GatheredMixture, route
+from specdec_qwen38.geometry import TINY
+from specdec_qwen38.mixture import load_mixture
+from specdec_qwen38.weights import Weights
 
 G = TINY
-E, H, I, TOP = G.num_experts, G.hidden_size, G.moe_intermediate_size, G.num_experts_per_tok
+E, H, INNER, TOP = G.num_experts, G.hidden_size, G.moe_intermediate_size, G.num_experts_per_tok
 ROWS = 24
-PROJECTIONS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+PROJECTIONS = {"gate_proj": (INNER, H), "up_proj": (INNER, H), "down_proj": (H, INNER)}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def dense_tensors():
 
     shared = {
         f"shared_expert.{name}.weight": normal(*shape)
-        for name, shape in (("gate_proj", (I, H)), ("up_proj", (I, H)), ("down_proj", (H, I)))
+        for name, shape in (("gate_proj", (INNER, H)), ("up_proj", (INNER, H)), ("down_proj", (H, INNER)))
     }
     return {"gate.weight": normal(E, H, std=0.3), "shared_expert_gate.weight": normal(1, H), **shared}
 
@@ -132,7 +132,7 @@ def stacked(experts) -> dict[str, torch.Tensor]:
 def expected_w4a16(references, tensors, experts, x: torch.Tensor) -> torch.Tensor:
     ids, weights = routing(tensors, x)
     routed = references["moe_reference_w4a16_f32"](
-        x, topk_ids=ids, topk_weights=weights, E=E, K=H, I_tp=I, **stacked(experts)
+        x, topk_ids=ids, topk_weights=weights, E=E, K=H, I_tp=INNER, **stacked(experts)
     )
     return routed + shared_output(tensors, x)
 
@@ -151,7 +151,7 @@ def expected_w4a4(references, tensors, experts, scales, x: torch.Tensor, *, roun
         topk_weights=weights,
         E=E,
         K=H,
-        I_tp=I,
+        I_tp=INNER,
         **layout,
     )
     return routed.to(x.dtype) + shared_output(tensors, x)
@@ -189,6 +189,15 @@ def test_w4a4(references, dense_tensors, rows, load):
     # the kernel-shaped reference rounds the intermediate first, which moves some values to the next code
     rounded = expected_w4a4(references, dense_tensors, experts, scales, rows.float(), rounded=True)
     assert (ours - rounded).norm() / rounded.norm() <= 0.02
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dense", [False, True], ids=["gathered", "dense"])
+def test_w4a4_with_one_input_scale_per_layer(references, dense_tensors, rows, load, dense):
+    experts = packed_experts(2)
+    scales = {name: torch.full((E,), 0.003 if name == "down_proj" else 0.0021) for name in PROJECTIONS}
+    ours = load(experts, scales=scales, quantised=True, dense=dense)(rows.float())
+    assert error(ours, expected_w4a4(references, dense_tensors, experts, scales, rows.float())) <= 1e-6
 
 
 @torch.inference_mode()
@@ -244,9 +253,8 @@ def test_router_equals_transformers_and_takes_the_lower_expert_on_ties(dense_ten
 
 def packed_model(directory, dense_tensors, *, declared: str | None):
     """Target and drafter with the same packed experts and input scales in every layer; ``declared``: the target's entry."""
-    tensors = {**hf_model(0).state_dict(), **mtp_tensors(0)}
-    tensors = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
-    names = [f"model.layers.{index}.mlp." for index in range(G.num_hidden_layers)]
+    tensors = {name: tensor for name, tensor in random_tensors(0).items() if ".mlp.experts." not in name}
+    names = [f"model.language_model.layers.{index}.mlp." for index in range(G.num_hidden_layers)]
     for prefix in (*names, "mtp.layers.0.mlp."):
         tensors |= {prefix + name: tensor for name, tensor in dense_tensors.items()}
         tensors |= block_tensors(packed_experts(7), input_scales(8), prefix=f"{prefix}experts.")

@@ -12,9 +12,10 @@ import torch
 from attrs import frozen
 from double_oracle import KeepDouble, double_model
 from qwen_models import hf_model, lower_group_first, mtp_tensors
-from specdec_qwen38.geometry import TINY, Geometry
 from torch import Tensor, nn
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
+
+from specdec_qwen38.geometry import TINY, Geometry
 
 
 @frozen(kw_only=True, eq=False)
@@ -27,7 +28,7 @@ class MtpRows:
 
 
 class MtpOracle:
-    """Target and MTP layer with the weights of ``write_random_checkpoint(seed)``, in float64; every call recomputes everything."""
+    """Target and MTP layer with the weights of ``write_random_checkpoint(seed)``, in float64; nothing is kept between calls."""
 
     def __init__(self, seed: int, geometry: Geometry = TINY) -> None:
         g = geometry

@@ -12,9 +12,10 @@ import torch
 from b12x.attention.qsa import reference
 from double_oracle import KeepDouble
 from qwen_models import hf_config, random_weight
-from specdec_qwen38.geometry import Geometry
 from torch import Tensor
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
+
+from specdec_qwen38.geometry import Geometry
 
 PAGE = 64
 RING = 16

@@ -12,7 +12,7 @@ def tokens(count: int = 150, seed: int = 11) -> torch.Tensor:
     return drawn
 
 
-@pytest.mark.parametrize("budget, select", [(512, False), (16, True)])
+@pytest.mark.parametrize(("budget", "select"), [(512, False), (16, True)])
 def test_target_matches_transformers(random_parameters, budget, select):
     configuration = pytest.importorskip("transformers.models.qwen4_exp.configuration_qwen4_exp")
     modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
@@ -84,7 +84,9 @@ def test_chain_equals_an_explicit_round(random_parameters, start):
         _, h, _ = model.target(text)
         drafts = list(model.chain(h, text, 5))
         get = model.get
-        fuse = [get(f"mtp.{n}.weight") for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc_embedding", "fc_hidden")]
+        fuse = [
+            get(f"mtp.{n}.weight") for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc_embedding", "fc_hidden")
+        ]
         r = h[:, : start + 1]
         for depth in range(1, 6):
             read = F.embedding(text[:, 1 : start + depth + 1], get("model.language_model.embed_tokens.weight"))
@@ -108,6 +110,8 @@ def test_selector_loss_reaches_only_the_selector(random_parameters):
     list(model.chain(h.detach(), tokens(40), 1, keep=keep))
     loss = sum(model.selector_loss(p, *kept) for p, kept in {**statistics["attention"], **keep}.items())
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    reached = {name for name, gradient in zip(parameters, gradients) if gradient is not None and gradient.abs().sum() > 0}
+    reached = {
+        name for name, gradient in zip(parameters, gradients) if gradient is not None and gradient.abs().sum() > 0
+    }
     assert reached and all(".indexer." in name for name in reached)
     assert len(reached) == 6

@@ -8,11 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdec.cli.run import add_model_options, add_sampling_options, prepared_model
+from specdec.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    checkpoint_basics,
+    context_for,
+    preparation,
+    prepared_model,
+    sampling_options,
+)
+from specdec.cli.run import fault_text
 from specdec.cli.tables import columns, json_text
-from specdec.errors import UsageError
+from specdec.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from specdec.declaration import Recipe
 
 __all__ = ["add_parser", "run"]
 
@@ -28,57 +40,72 @@ def add_parser(subparsers: Any) -> None:
     """Adds ``demo`` to the command line."""
     parser = subparsers.add_parser("demo", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", default="qwen3.8-flash", help="recipe name")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens per request (default: 128)")
-    parser.add_argument("--draft-counts", default="1,2,3,5", metavar="LIST", help="draft counts to compare (default: 1,2,3,5)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="tokens per request (default: 128)"
+    )
+    parser.add_argument(
+        "--draft-counts", default="1,2,3,5", metavar="LIST", help="draft counts to compare (default: 1,2,3,5)"
+    )
     add_model_options(parser)
     add_sampling_options(parser)
     parser.add_argument("--json", action="store_true", help="print data instead of text and table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the comparison; one request's text and the table go to stdout, progress to stderr."""
-    from specdec.cli.run import _sampling_options
+    """Runs the comparison; one request's text and the table go to stdout, progress to stderr.
+
+    Returns OK, or FAILURE if a request ended with a fault.
+    """
+    from attrs import evolve
+
     from specdec.recipes import recipe_book
 
     recipe = recipe_book().recipe(args.recipe)
-    counts = _counts(args.draft_counts, recipe.max_draft_tokens)
-    if args.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens is {args.max_new_tokens}; allowed: 1 or more")
-    if args.mtp_draft_tokens is not None or args.no_mtp:
-        raise UsageError("demo compares draft counts itself; choose them with --draft-counts")
-    context = args.context or PROMPT_TOKENS + args.max_new_tokens
-    args.mtp_draft_tokens = max(counts)
-    speculative = prepared_model(args, concurrency=1, context=context, speculative=True)
-    plain = prepared_model(args, concurrency=1, context=context, speculative=False)
+    counts = _counts(args.draft_counts, recipe)
+    drafting = preparation(args, recipe, speculative=True, draft_tokens=max(counts))
+    ordinary = preparation(args, recipe, speculative=False)
+    options = sampling_options(args)
+    tokenizer, limit = checkpoint_basics(args, recipe)
+    texts = [resources.files("specdec").joinpath(source).read_text(encoding="utf-8") for source in SOURCES]
+    prompts = [tokenizer.encode(text)[:PROMPT_TOKENS] for text in texts]
+    context = context_for(args, max(map(len, prompts)), limit)
+    speculative = prepared_model(args, recipe, evolve(drafting, context=context))
+    plain = prepared_model(args, recipe, evolve(ordinary, context=context))
 
+    from specdec.sampling.params import INT64_LIMIT
     from specdec.serving.compare import arms_for, compare
     from specdec.serving.request import Request
 
-    requests = []
-    for number, source in enumerate(SOURCES):
-        text = resources.files("specdec").joinpath(source).read_text(encoding="utf-8")
-        prompt = speculative.tokenizer.encode(text)[:PROMPT_TOKENS]
-        options = {**_sampling_options(args), "seed": args.seed + number}
-        requests.append(
-            Request(
-                prompt=tuple(prompt),
-                sampling=speculative.defaults.sampling(**options),
-                max_new_tokens=args.max_new_tokens,
-            )
+    requests = [
+        Request(
+            prompt=prompt,
+            sampling=speculative.defaults.sampling(**{**options, "seed": (args.seed + number) % INT64_LIMIT}),
+            max_new_tokens=args.max_new_tokens,
         )
+        for number, prompt in enumerate(prompts)
+    ]
     arms = arms_for(speculative, plain, [None, *counts])
-    print(f"specdec: {len(requests)} requests, {args.max_new_tokens} new tokens each, {len(arms)} ways", file=sys.stderr)
+    print(
+        f"specdec: {len(requests)} requests, {args.max_new_tokens} new tokens each, {len(arms)} ways", file=sys.stderr
+    )
     compare(arms, requests)
     baseline = arms[0].tokens_per_second
     data = [arm.as_data(baseline) for arm in arms]
-    shown = arms[-1].outputs[0]
-    text = speculative.tokenizer.decode(shown)
+    start, text = tokenizer.decode(prompts[0]), tokenizer.decode(arms[-1].outputs[0])
     if args.json:
-        print(json_text({"recipe": recipe.name, "arms": data, "text": text}))
-        return 0
-    start = speculative.tokenizer.decode(list(requests[0].prompt))
-    print(f"--- {SOURCES[0]}, continued by {recipe.name} with {arms[-1].name} after its first {PROMPT_TOKENS} tokens\n")
-    print(start + "⏵" + text + "\n")
+        print(
+            json_text({"recipe": recipe.name, "requests": len(requests), "arms": data, "prompt": start, "text": text})
+        )
+    else:
+        title = f"--- {SOURCES[0]}, continued by {recipe.name} with {arms[-1].name} after its first {len(prompts[0])} tokens"
+        print(f"{title}\n\n{start}⏵{text}\n\n{_table(data)}")
+    faults = [(arm.name, arm.fault) for arm in arms if arm.fault is not None]
+    for name, fault in faults[:1]:
+        print(f"specdec: error: {name}: {fault_text(fault.faults)}", file=sys.stderr)
+    return int(ExitCode.FAILURE if faults else ExitCode.OK)
+
+
+def _table(arms: list[dict[str, Any]]) -> str:
     head = ("", "tokens", "rounds", "tokens/round", "acceptance by depth", "tokens/s", "speed")
     rows = [
         (
@@ -90,17 +117,21 @@ def run(args: argparse.Namespace) -> int:
             f"{arm['tokens_per_second']:.1f}",
             f"{arm['speed_ratio']:.2f}x",
         )
-        for arm in data
+        for arm in arms
     ]
-    print(columns([head, *rows]))
-    return 0
+    return columns([head, *rows])
 
 
-def _counts(text: str, maximum: int) -> list[int]:
+def _counts(text: str, recipe: Recipe) -> list[int]:
+    maximum = recipe.max_draft_tokens
     try:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise UsageError(f"--draft-counts is {text!r}; give whole numbers separated by commas, like 1,3,5") from None
     if not counts or counts[0] < 0 or counts[-1] > maximum:
-        raise UsageError(f"--draft-counts is {text!r}; allowed: numbers from 0 to {maximum}")
+        source = recipe.source_of("max_draft_tokens")
+        raise UsageError(
+            f"--draft-counts is {text!r}; allowed: numbers from 0 to {maximum}, the most that recipe {recipe.name!r} drafts "
+            f"(source: {source})"
+        )
     return counts

@@ -58,8 +58,9 @@ class SharedExpert:
 class DenseMixture:
     """All experts, the shared one included, as two matrices.
 
-    router: [E + 1, H], the shared expert's gate is its last row; gate_up: [2·(E·I + Is), H], all gate rows first;
-    down: [H, E·I + Is]. Build with ``from_experts`` at preparation.
+    router: [E + 1, H], the shared expert's gate is its last row; gate_up: [2·(E·I + Is), H], rows gates, ups of the routed
+    experts, then gates, ups of the shared one; down: [H, E·I + Is]. quantise_input: [T, H] → [T, H] and quantise_inner:
+    [T, E, I] → [T, E, I] act on what the routed experts read (W4A4), or are None. Build with ``from_experts`` at preparation.
     """
 
     router: Tensor
@@ -68,39 +69,54 @@ class DenseMixture:
     num_experts: int
     width: int
     top_k: int
+    quantise_input: Callable[[Tensor], Tensor] | None = None
+    quantise_inner: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def from_experts(
-        cls, *, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared: SharedExpert, top_k: int
+        cls,
+        *,
+        router: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        shared: SharedExpert,
+        top_k: int,
+        quantise_input: Callable[[Tensor], Tensor] | None = None,
+        quantise_inner: Callable[[Tensor], Tensor] | None = None,
     ) -> DenseMixture:
         """router: [E, H]; gate, up: [E, I, H]; down: [E, H, I]. Allocates the merged matrices."""
         experts, width, hidden = gate.shape
         return cls(
             router=torch.cat([router, shared.gate_weight], dim=0),
-            gate_up=torch.cat([gate.reshape(-1, hidden), shared.gate, up.reshape(-1, hidden), shared.up], dim=0),
+            gate_up=torch.cat([gate.reshape(-1, hidden), up.reshape(-1, hidden), shared.gate, shared.up], dim=0),
             down=torch.cat([down.permute(1, 0, 2).reshape(hidden, -1), shared.down], dim=1).contiguous(),
             num_experts=experts,
             width=width,
             top_k=top_k,
+            quantise_input=quantise_input,
+            quantise_inner=quantise_inner,
         )
 
     def __call__(self, m: Tensor) -> Tensor:
         """m: [T, H] → [T, H] in the same dtype. Does not change m."""
+        experts, routed = self.num_experts, self.num_experts * self.width
         scores = F.linear(m, self.router)
-        ids, weights = route(scores[:, : self.num_experts], self.top_k)
-        table = torch.zeros_like(scores[:, : self.num_experts], dtype=weights.dtype).scatter(1, ids, weights)
+        ids, weights = route(scores[:, :experts], self.top_k)
+        table = torch.zeros_like(scores[:, :experts], dtype=weights.dtype).scatter(1, ids, weights)
         table = table.to(m.dtype).unsqueeze(-1)
-        opened = torch.sigmoid(scores[:, self.num_experts :])
-        gate, up = F.linear(m, self.gate_up).chunk(2, dim=-1)
-        inner = F.silu(gate) * up
-        routed = self.num_experts * self.width
-        weighted = torch.cat(
-            [
-                (inner[:, :routed].view(-1, self.num_experts, self.width) * table).flatten(1),
-                inner[:, routed:] * opened,
-            ],
-            dim=-1,
-        )
+        opened = torch.sigmoid(scores[:, experts:])
+        if self.quantise_input is None:
+            hidden = F.linear(m, self.gate_up)
+            read, side = hidden[:, : 2 * routed], hidden[:, 2 * routed :]
+        else:
+            read = F.linear(self.quantise_input(m), self.gate_up[: 2 * routed])
+            side = F.linear(m, self.gate_up[2 * routed :])
+        inner = (F.silu(read[:, :routed]) * read[:, routed:]).view(-1, experts, self.width)
+        if self.quantise_inner is not None:
+            inner = self.quantise_inner(inner)
+        gate, up = side.chunk(2, dim=-1)
+        weighted = torch.cat([(inner * table).flatten(1), F.silu(gate) * up * opened], dim=-1)
         return F.linear(weighted, self.down)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from attrs import define, field
 
+from specdec.round.completion import Completion, Finish
 from specdec.serving.generate import Generator
 from specdec.serving.model import LoadedModel
 from specdec.serving.request import Emission, Progress, Request
@@ -15,7 +17,11 @@ from specdec.serving.statistics import DraftStatistics
 
 @define(kw_only=True, eq=False)
 class Arm:
-    """One way to run the requests. draft_tokens: None is plain decoding without a drafter, 0 keeps draft state at width one."""
+    """One way to run the requests, and what came of it.
+
+    draft_tokens: None is plain decoding without a drafter, 0 keeps draft state at width one. passes: tokens per second of each
+    pass over the requests. outputs: tokens by request, of the last pass. fault: the record of a request that ended as FAULT.
+    """
 
     name: str
     draft_tokens: int | None
@@ -24,13 +30,14 @@ class Arm:
     seconds: float = 0.0
     passes: list[float] = field(factory=list)
     outputs: dict[int, list[int]] = field(factory=dict)
+    fault: Completion | None = None
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens emitted in rounds over the seconds spent in rounds; prompts and first tokens are outside both."""
         return self.statistics.tokens_in_rounds / self.seconds if self.seconds else 0.0
 
-    def as_data(self, baseline: float) -> dict[str, object]:
+    def as_data(self, baseline: float) -> dict[str, Any]:
         """Plain types for JSON; baseline: tokens per second of the arm everything is compared with."""
         statistics = self.statistics
         return {
@@ -65,6 +72,8 @@ def run_arm(arm: Arm, requests: Sequence[Request], *, counted: bool = True) -> N
                 if isinstance(event, Emission):
                     output.extend(event.tokens)
                     running = not event.finish
+                    if event.finish is Finish.FAULT:
+                        arm.fault = event.completion
                     if counted:
                         arm.statistics.add(event.completion, in_round=in_round)
         if counted:
@@ -85,9 +94,7 @@ def compare(arms: Sequence[Arm], requests: Sequence[Request], *, passes: int = 1
             arm.passes.append(tokens / seconds if seconds else 0.0)
 
 
-def arms_for(
-    speculative: LoadedModel, plain: LoadedModel, draft_tokens: Sequence[int | None]
-) -> list[Arm]:
+def arms_for(speculative: LoadedModel, plain: LoadedModel, draft_tokens: Sequence[int | None]) -> list[Arm]:
     """Arms over two prepared models: None runs on ``plain``, a count on ``speculative`` at that many drafts."""
     arms = []
     for count in draft_tokens:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from specdec.sampling.params import SamplingParams
 # Stop ids a request may carry: the checkpoint's and a few of its own.
 STOP_IDS = 8
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
 
 @frozen(kw_only=True)
 class GenerationDefaults:
@@ -38,34 +42,69 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, recipe: Recipe) -> GenerationDefaults:
-        """Raises CheckpointError if the file is not a JSON object or a value has the wrong type."""
+        """Reads the checkpoint's file if it has one; keys that are absent or null there leave the recipe's value.
+
+        Raises CheckpointError if the file is not a JSON object or a value is not usable.
+        """
         path = Path(checkpoint.directory) / "generation_config.json"
-        found: dict[str, Any] = {}
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-        text = checkpoint.config.get("text_config", checkpoint.config)
-        ids = found.get("eos_token_id", text.get("eos_token_id", recipe.eos_token_ids))
-        ids = (ids,) if isinstance(ids, int) else tuple(ids)
-        sampling = recipe.sampling
+        found = _generation_config(path) if path.is_file() else {}
+        values = {name: getattr(recipe.sampling, name) for name in _SAMPLING}
+        values.update({name: found[name] for name in _SAMPLING if name in found})
         try:
-            return cls(
-                temperature=float(found.get("temperature", sampling.temperature)),
-                top_k=int(found.get("top_k", sampling.top_k)),
-                top_p=float(found.get("top_p", sampling.top_p)),
-                min_p=float(found.get("min_p", sampling.min_p)),
-                stop_ids=tuple(int(i) for i in ids),
-            )
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: sampling defaults and eos_token_id must be numbers: {error}") from error
+            SamplingParams(**values)
+        except UsageError as error:
+            raise CheckpointError(f"{path}: {error}; correct the file") from error
+        ids = found.get("eos_token_id", text_config(checkpoint).get("eos_token_id"))
+        source = path if "eos_token_id" in found else Path(checkpoint.directory) / "config.json"
+        if ids is None:
+            ids = list(recipe.eos_token_ids)
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise CheckpointError(f"{source}: eos_token_id is {ids!r}; it must be a token id or a list of token ids")
+        if len(ids) > STOP_IDS:
+            raise CheckpointError(f"{source}: eos_token_id lists {len(ids)} ids; at most {STOP_IDS} are supported")
+        return cls(**values, stop_ids=tuple(ids))
 
     def sampling(self, **overrides: Any) -> SamplingParams:
         """Sampling options with the given ones replaced (None keeps the default)."""
-        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        values = {name: getattr(self, name) for name in _SAMPLING}
         values.update({name: value for name, value in overrides.items() if value is not None})
         return SamplingParams(**values)
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    """The keys of the file that are not null."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}, needs an object")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The text model's part of ``config.json``: ``text_config`` if there is one, else all of it.
+
+    Raises CheckpointError if it is not an object.
+    """
+    text = checkpoint.config.get("text_config", checkpoint.config)
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"{checkpoint.directory}: config.json: text_config is {text!r}, needs an object")
+    return text
+
+
+def context_limit(checkpoint: Checkpoint) -> int | None:
+    """``max_position_embeddings`` of the checkpoint, None if it does not say.
+
+    Raises CheckpointError if it is not a positive integer.
+    """
+    limit = text_config(checkpoint).get("max_position_embeddings")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise CheckpointError(
+            f"{checkpoint.directory}: config.json: max_position_embeddings is {limit!r}, needs an integer of at least 1"
+        )
+    return limit
 
 
 def embedded_checkpoint(recipe: Recipe) -> Path:
@@ -124,6 +163,8 @@ class LoadedModel:
         self.rounds = rounds
         self.first_tokens = first_tokens
         self.arena = arena
+        # numbers of admissions; never used twice, so that no record of a slot's earlier owner is taken for its present one
+        self.epochs = count(1)
 
     @classmethod
     def prepare(
@@ -137,8 +178,8 @@ class LoadedModel:
     ) -> LoadedModel:
         """Opens the checkpoint, loads target and drafter through the owner's hooks and builds every round of the catalog.
 
-        directory: checkpoint folder, None for the embedded one. dtype: torch dtype name of activations; None takes float32 on a CPU
-        and bfloat16 elsewhere. Allocates everything that rounds use.
+        directory: checkpoint folder, None for the embedded one. dtype: torch dtype name of activations; None takes float32 on
+        a CPU and bfloat16 elsewhere. Allocates everything that rounds use.
 
         Raises CheckpointError, PluginError, CapacityError or UsageError with one line each.
         """
@@ -149,12 +190,9 @@ class LoadedModel:
         with Checkpoint.open(path) as checkpoint, torch.inference_mode():
             check_model_type(checkpoint, recipe)
             defaults = GenerationDefaults.read(checkpoint, recipe)
-            if len(defaults.stop_ids) > STOP_IDS:
-                raise CheckpointError(f"{path}: {len(defaults.stop_ids)} stop ids; at most {STOP_IDS} are supported")
             tokenizer = Tokenizer.load(path)
-            text = checkpoint.config.get("text_config", checkpoint.config)
-            limit = text.get("max_position_embeddings")
-            if isinstance(limit, int) and config.context > limit:
+            limit = context_limit(checkpoint)
+            if limit is not None and config.context > limit:
                 raise UsageError(
                     f"--context is {config.context}; the checkpoint's max_position_embeddings is {limit} ({path}); lower it"
                 )
@@ -173,9 +211,7 @@ class LoadedModel:
             drafter = None
             if config.speculative:
                 drafter = hooks.load_drafter(checkpoint=checkpoint, target=target, capacities=capacities)
-            arena = Arena(
-                slots=slots, max_draft_tokens=recipe.max_draft_tokens, stop_ids=STOP_IDS, device=where
-            )
+            arena = Arena(slots=slots, max_draft_tokens=recipe.max_draft_tokens, stop_ids=STOP_IDS, device=where)
             rounds = {}
             for shape in cls.shapes(config):
                 key = (shape.batch, shape.verify_width)

@@ -13,9 +13,9 @@ from specdec.round.completion import Completion
 class DraftStatistics:
     """Running totals over completions.
 
-    A depth counts as *judged* in a round only if a draft was offered there and every draft before it was accepted; acceptance at a
-    depth is accepted / judged, survival is accepted / rounds that offered the depth. The first token of a request comes without
-    a round and counts as a token only.
+    A depth counts as *judged* in a round only if a draft was offered there and every draft before it was accepted;
+    acceptance at a depth is accepted / judged, survival is accepted / rounds that offered the depth. The first token of a
+    request comes without a round and counts as a token only.
     """
 
     tokens: int = 0

@@ -121,11 +121,11 @@ class MtpDrafter:
         first = lanes.consumed - 1
         self.store.flag(slots, self.store["rows"][0].index_select(0, slots).view(-1) != first)
         residual, token = self.target.feedback(slots), lanes.pending
+        plan = self._plan(slots, first.unsqueeze(1) + self._steps[: max(draft_tokens, 1)])
         if draft_tokens == 0:
-            self._absorb_rows(residual, token, self._plan(slots, first.unsqueeze(1)))
-        for depth in range(draft_tokens):
-            plan = self._plan(slots, (first + depth).unsqueeze(1))
-            residual, logits = self._step(residual, token, plan)
+            self._absorb_rows(residual, token, plan)
+        for depth, step in zip(range(draft_tokens), plan.steps(self.geometry)):
+            residual, logits = self._step(residual, token, step)
             token = proposer.draw(depth, logits)
         self._set_history(slots, first, lanes.consumed)
 

@@ -6,10 +6,13 @@ always W4A16: running them through the target's path is a bug, so the caller say
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from attrs import frozen
-from specdec.checkpoint.matrices import ExpertProjection, ExpertTensors
+from specdec.checkpoint.matrices import PROJECTIONS, ExpertProjection, ExpertTensors
 from specdec.checkpoint.nvfp4 import dequantise, quantise_activation
+from specdec.errors import CheckpointError
 from specdec.ops.moe import DENSE_LIMIT_BYTES, DenseMixture, GatheredMixture, SharedExpert
 from torch import Tensor
 
@@ -24,10 +27,16 @@ def load_mixture(weights: Weights, *, quantised_activations: bool) -> Mixture:
     shared = load_shared(weights)
     router = weights.matrix("gate.weight", g.num_experts, g.hidden_size)
     experts = weights.experts("experts")
-    scaled = experts["gate_proj"].input_scale is not None
-    quantised_activations = quantised_activations and scaled
+    scaled = [name for name in PROJECTIONS if experts[name].input_scale is not None]
+    if scaled and len(scaled) < len(PROJECTIONS):
+        raise CheckpointError(
+            f"{weights.checkpoint.directory}: {weights.prefix}experts: only {', '.join(scaled)} have an input_scale; W4A4 experts "
+            "need one for each projection"
+        )
+    quantised_activations = quantised_activations and bool(scaled)
     size = 3 * g.num_experts * g.moe_intermediate_size * g.hidden_size * weights.dtype.itemsize
-    if size <= DENSE_LIMIT_BYTES and not quantised_activations:
+    scales = _common_scales(experts, weights) if quantised_activations else None
+    if size <= DENSE_LIMIT_BYTES and (scales is not None or not quantised_activations):
         dense = {name: tensor.to(weights.device) for name, tensor in experts.dense(weights.dtype).items()}
         return DenseMixture.from_experts(
             router=router,
@@ -36,8 +45,10 @@ def load_mixture(weights: Weights, *, quantised_activations: bool) -> Mixture:
             down=dense["down_proj"],
             shared=shared,
             top_k=g.num_experts_per_tok,
+            quantise_input=None if scales is None else _quantiser(scales[0]),
+            quantise_inner=None if scales is None else _quantiser(scales[1]),
         )
-    gate, up, down = (_GatheredProjection.load(experts[name], weights) for name in ("gate_proj", "up_proj", "down_proj"))
+    gate, up, down = (_GatheredProjection.load(experts[name], weights) for name in PROJECTIONS)
     quantise_input = quantise_inner = None
     if quantised_activations:
         quantise_input, quantise_inner = _input_quantiser(gate, up), _input_quantiser(down)
@@ -94,7 +105,25 @@ class _GatheredProjection:
         return dequantise(weight, scale, scale_2.index_select(0, ids)).to(self.precise)
 
 
-def _input_quantiser(*projections: _GatheredProjection):
+def _common_scales(experts: ExpertTensors, weights: Weights) -> tuple[Tensor, Tensor] | None:
+    """Input scales of (gate and up, down) if every expert of the layer has the same, else None. Set-up: reads values."""
+    found = []
+    for names in (("gate_proj", "up_proj"), ("down_proj",)):
+        scale = torch.stack([experts[name].input_scale for name in names]).amax(0)
+        if not bool((scale == scale[0]).all()):
+            return None
+        found.append(scale[0].to(weights.device))
+    return found[0], found[1]
+
+
+def _quantiser(scale: Tensor) -> Callable[[Tensor], Tensor]:
+    def quantise(activation: Tensor) -> Tensor:
+        return quantise_activation(activation, scale).to(activation.dtype)
+
+    return quantise
+
+
+def _input_quantiser(*projections: _GatheredProjection) -> Callable[[Tensor, Tensor], Tensor]:
     """Quantises a projection's input; projections that share an input use the larger of their scales, as fused loaders do."""
     scales = torch.stack([p.stored.input_scale for p in projections]).amax(0)
 

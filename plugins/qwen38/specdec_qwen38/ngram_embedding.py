@@ -24,7 +24,7 @@ GATE_FLOOR = 1e-6
 
 @frozen(kw_only=True, eq=False)
 class NgramTable:
-    """The hashed table. rows: [table, head_dim] in its stored dtype; scale: scalar in the activation dtype, or None."""
+    """The hashed table. rows: [table, head_dim] in its stored dtype; scale: one value in the accumulate dtype, or None."""
 
     rows: Tensor
     scale: Tensor | None

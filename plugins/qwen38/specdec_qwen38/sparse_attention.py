@@ -9,9 +9,11 @@ is stable. Source: the ``qwen4_exp`` class of transformers 5.24; ring, tags and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
-from attrs import frozen
+from attrs import evolve, frozen
 from specdec.ops.norms import accumulate_dtype, rms_norm
 from specdec.ops.rope import RopeTable, apply_rope
 from specdec.state.store import StateStore
@@ -115,6 +117,44 @@ class RowPlan:
             # gathering single tokens pays once the selection is a small part of the context; fixed by sizes, not by T
             gather=select and tokens > 2 * (geometry.indexer_budget + ratio),
         )
+
+    def steps(self, geometry: Geometry) -> Iterator[RowPlan]:
+        """The same rows as T calls of one row each: row j is planned as if rows before it had been called already.
+
+        For recursive drafting, where a row's input is known only after the row before it has run. Needs ring extent ≥ T + ratio,
+        so that the tags written for all rows at once hide no carried member.
+        """
+        ratio = geometry.indexer_compress_ratio
+        extent = self.store.fields["raw_tags"].extent
+        back = torch.arange(ratio - 1, 0, -1, device=self.positions.device)
+        carried = self.positions.unsqueeze(-1) - back  # [B, T, ratio − 1]
+        ring_read = self.slots[:, None, None] * extent + carried % extent
+        # members at or after the first row are written by earlier steps, the others were checked by ``build``
+        own = carried >= self.positions[:, :1].unsqueeze(-1)
+        before = F.pad(self.ring_valid.squeeze(-1), (0, self.rows), value=True).unfold(1, ratio - 1, 1)
+        held = own | before[:, : self.rows]
+        kv_entries, group_entries = self.kv_entries.view(self.batch, -1), self.group_entries.view(self.batch, -1)
+        ring_write = self.ring_write.view(self.batch, -1)
+        seen = self.causal.logical_not()
+        for j in range(self.rows):
+            row = slice(j, j + 1)
+            yield evolve(
+                self,
+                rows=1,
+                positions=self.positions[:, row],
+                cos=self.cos[:, row],
+                sin=self.sin[:, row],
+                kv_entries=kv_entries[:, j],
+                group_entries=group_entries[:, j],
+                group_cos=self.group_cos[:, row],
+                group_sin=self.group_sin[:, row],
+                ring_read=ring_read[:, j].reshape(-1),
+                ring_valid=held[:, j].unsqueeze(-1),
+                ring_write=ring_write[:, j],
+                ring_rows=1,
+                unwritten=seen[:, j],
+                causal=self.causal[:, row],
+            )
 
 
 @frozen(kw_only=True, eq=False)

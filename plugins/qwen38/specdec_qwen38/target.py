@@ -99,7 +99,8 @@ class QwenTarget:
     def _load_layer(self, weights: Weights, index: int) -> DecoderLayer:
         name = f"{weights.prefix}layers.{index}.mlp.experts"
         # W4A4 is the meaning of NVFP4; a checkpoint that says W4A16 keeps activations as they are
-        quantised = quantisation_of(weights.checkpoint, name) != "W4A16_NVFP4"
+        declared = quantisation_of(weights.checkpoint, name) or {}
+        quantised = declared.get("quant_algo") != "W4A16_NVFP4"
         ple = self.geometry.ple_layers
         return DecoderLayer.load(
             weights.under(f"layers.{index}."),

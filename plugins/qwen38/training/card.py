@@ -24,9 +24,17 @@ def render(results: dict) -> str:
     joint = [h for h in results["history"] if h["phase"] == "joint" and "loss" in h]
     if joint:
         tail = joint[-10:]
-        lines.append(f"- training loss (mean of the last logged steps): {sum(h['loss'] for h in tail) / len(tail):.3f} nats a token")
+        lines.append(
+            f"- training loss (mean of the last logged steps): {sum(h['loss'] for h in tail) / len(tail):.3f} nats a token"
+        )
     if "heldout_loss" in results:
-        lines += ["", "## Held-out loss", "", "| stored form | loss (nats a token) | perplexity |", "| --- | --- | --- |"]
+        lines += [
+            "",
+            "## Held-out loss",
+            "",
+            "| stored form | loss (nats a token) | perplexity |",
+            "| --- | --- | --- |",
+        ]
         names = {
             "bfloat16": "BF16, nothing quantised",
             "nvfp4_weights": "NVFP4 expert weights, FP8 n-gram table",

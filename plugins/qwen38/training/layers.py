@@ -94,7 +94,9 @@ def delta_rule(q, k, v, log_decay, beta, chunk: int = 32):
         q, k, v = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (q, k, v))
         log_decay, beta = (F.pad(t, (0, 0, 0, pad)) for t in (log_decay, beta))
     # [B, heads, chunks, C, d] and [B, heads, chunks, C]
-    q, k, v, log_decay, beta = (t.transpose(1, 2).contiguous().unflatten(2, (-1, chunk)) for t in (q, k, v, log_decay, beta))
+    q, k, v, log_decay, beta = (
+        t.transpose(1, 2).contiguous().unflatten(2, (-1, chunk)) for t in (q, k, v, log_decay, beta)
+    )
     c = log_decay.cumsum(-1)
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     ratio = (c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~causal, -math.inf).exp()
@@ -189,7 +191,7 @@ def attend_chain(q, k, v, chain_k, chain_v, seen: int):
     ``q [B, heads, T, d]``; ``k, v [B, kv, T, d]`` of depth one; ``chain_k, chain_v [B, kv, T, M, d]`` proposal rows of the
     chain that starts at the same row, of which the first ``seen`` exist.  Returns ``[B, T, heads·d]``.
     """
-    batch, heads, length, dim = q.shape
+    _batch, _heads, length, dim = q.shape
     grouped = q.unflatten(1, (k.shape[1], -1))  # [B, kv, group, T, d]
     scores = (grouped.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (-1, length)).float()
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -214,7 +216,9 @@ def fake_activation(a, scale):
     return a + (nvfp4.quantise_activation(a.detach(), scale).to(a.dtype) - a.detach())
 
 
-def mixture(m, router, gate_up, down, shared_gate, shared_up, shared_down, shared_switch, top_k: int, scales=None, measure=False):
+def mixture(
+    m, router, gate_up, down, shared_gate, shared_up, shared_down, shared_switch, top_k: int, scales=None, measure=False
+):
     """Mixture of experts, computed densely over all experts.
 
     Returns ``y [B, T, H]``, the load-balancing loss (scalar, 1 when balanced) and, with ``measure``, the largest

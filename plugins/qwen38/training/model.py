@@ -158,7 +158,9 @@ class Model:
         rows = blocks.ngram_rows(tokens, *vectors, self.config["heads_per_ngram"], self.config["eos_token_id"])
         e = F.embedding(rows, self.get(p + "ple_embedding.ngram_embedding.weight")).flatten(-2).to(self.dtype)
         names = ("key_proj", "value_proj", "norm_key", "norm_query", "norm_conv", "conv1d")
-        return self.blocks["layer_embedding"](x, e, *(self.get(f"{p}{n}.weight") for n in names), self.config["ngram_size"])
+        return self.blocks["layer_embedding"](
+            x, e, *(self.get(f"{p}{n}.weight") for n in names), self.config["ngram_size"]
+        )
 
     def group_scores(self, p: str, m) -> torch.Tensor:
         """Selector scores ``[B, T, groups]`` float32 of every query and compressed group (no causal masking)."""

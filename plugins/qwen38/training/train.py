@@ -94,7 +94,9 @@ class Trainer:
         heldout = data.load_tokens(a.corpus / "heldout.bin.xz", self.device)
         self.heldout = data.windows(heldout, a.heldout_windows, a.context + 1)
         length = min(2048, 2 * a.context)
-        self.long = data.windows(heldout, max(1, a.heldout_windows // 12), length + 1) if length > a.budget + 3 else None
+        self.long = (
+            data.windows(heldout, max(1, a.heldout_windows // 12), length + 1) if length > a.budget + 3 else None
+        )
         say(f"{self.tokens.numel():,} training tokens, {heldout.numel():,} held out")
         self.batch = a.batch
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -199,7 +201,7 @@ class Trainer:
 
     def warm(self) -> None:
         """Runs every kind of step once, without an update: compiles, and finds out what does not fit."""
-        for attempt in range(4):
+        for _ in range(4):
             try:
                 if not self.scales:
                     self.calibrate(1)
@@ -366,7 +368,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "tiny"
             tokenizer = a.corpus / "tokenizer.json"
-            size = export.write_checkpoint(folder, trainer.config, trainer.parameters, trainer.scales, tokenizer, results)
+            size = export.write_checkpoint(
+                folder, trainer.config, trainer.parameters, trainer.scales, tokenizer, results
+            )
             export.pack(folder, a.out / "tiny.tar")
         results["checkpoint_bytes"] = size
         say(f"checkpoint {size:,} bytes")

@@ -1,0 +1,192 @@
+"""Options that commands which load a model share: what they mean, and what is refused before anything is loaded.
+
+Torch is imported inside the functions that load something, never with this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from specdec.checkpoint.tokenizer import Tokenizer
+    from specdec.declaration import Recipe
+    from specdec.preparation import PreparationConfig
+    from specdec.serving.model import LoadedModel
+
+__all__ = [
+    "PREFILL_ROWS",
+    "add_model_options",
+    "add_sampling_options",
+    "checkpoint_basics",
+    "context_for",
+    "preparation",
+    "prepared_model",
+    "sampling_options",
+]
+
+# Rows of one prompt chunk: small enough that a long prompt shows progress, large enough that chunking costs little.
+PREFILL_ROWS = 128
+# No machine has more to offer, and starting them would take all of its memory.
+MAX_THREADS = 1024
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that decide what is prepared, the draft count excepted."""
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="checkpoint folder (default: the small one the plugin ships)"
+    )
+    parser.add_argument(
+        "--speculative-token-capacity",
+        type=int,
+        metavar="N",
+        help="most target rows of one round (default: the recipe's)",
+    )
+    parser.add_argument("--context", type=int, metavar="N", help="most tokens, prompt and output (default: as needed)")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="torch device (default: cpu)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        help="activations (default: float32 on a CPU, bfloat16 elsewhere)",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of one operator (default: 1)")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the sampling law; what is not given comes from the checkpoint."""
+    group = parser.add_argument_group(
+        "sampling", "What is not given comes from the checkpoint's generation_config.json, else from the recipe."
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="divisor of the logits, above 0")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens, 0 turns it off")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the smallest set of mass P, 1 turns it off")
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="keep tokens of at least P times the largest probability, 0 turns it off",
+    )
+    group.add_argument(
+        "--greedy", action="store_true", help="always the most probable token, instead of the four options above"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="key of the random stream (default: 0)")
+
+
+def preparation(
+    args: argparse.Namespace, recipe: Recipe, *, speculative: bool, draft_tokens: int | None = None
+) -> PreparationConfig:
+    """What the options ask to prepare for one request at a time; the context is the caller's to set where none was given.
+
+    speculative: whether the drafter is prepared. draft_tokens: None takes the recipe's default.
+    Loads nothing. Raises UsageError if an option is out of range for the recipe or contradicts another.
+    """
+    from specdec.preparation import PreparationConfig
+
+    for option, value, minimum, maximum in (
+        ("--max-new-tokens", args.max_new_tokens, 1, None),
+        ("--context", args.context, 2, None),
+        ("--threads", args.threads, 1, MAX_THREADS),
+    ):
+        if value is not None and (value < minimum or (maximum is not None and value > maximum)):
+            allowed = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
+            raise UsageError(f"{option} is {value}; allowed: {allowed}")
+    return PreparationConfig.for_recipe(
+        recipe,
+        concurrency=1,
+        speculative=speculative,
+        max_draft_tokens=draft_tokens,
+        speculative_token_capacity=args.speculative_token_capacity,
+        context=2 if args.context is None else args.context,
+        prefill_tokens=(PREFILL_ROWS,),
+        adaptive_verification=False,
+    )
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given, by the names of ``SamplingParams``; the seed is always among them.
+
+    Raises UsageError if one is out of range, or if ``--greedy`` comes with an option that it leaves without effect.
+    """
+    from specdec.sampling.params import SamplingParams
+
+    filters = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    filters = {name: value for name, value in filters.items() if value is not None}
+    options = {**filters, "seed": args.seed}
+    for name, value in options.items():
+        try:
+            SamplingParams(**{name: value})
+        except UsageError as error:
+            raise UsageError(f"{_option(name)}: {error}") from error
+    if args.greedy and filters:
+        given = ", ".join(f"{_option(name)} {value}" for name, value in filters.items())
+        raise UsageError(
+            f"--greedy takes the most probable token, so {given} would have no effect; drop one of the two"
+        )
+    return {**options, "greedy": True} if args.greedy else options
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def prepared_model(args: argparse.Namespace, recipe: Recipe, config: PreparationConfig) -> LoadedModel:
+    """Loads what ``config`` asks for on the device, in the dtype and with the threads of the options.
+
+    Raises UsageError, CheckpointError, CapacityError or PluginError with one line.
+    """
+    import torch
+
+    from specdec.serving.model import LoadedModel
+
+    # One thread unless asked: the operators of a small model are shorter than handing them to a pool.
+    torch.set_num_threads(args.threads or 1)
+    return LoadedModel.prepare(recipe, config, directory=args.checkpoint, device=_device(args.device), dtype=args.dtype)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name!r} is not supported; allowed: cpu, cuda, cuda:N")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {name!r} is not usable here: {reason}; use cpu") from error
+    return str(device)
+
+
+def checkpoint_basics(args: argparse.Namespace, recipe: Recipe) -> tuple[Tokenizer, int | None]:
+    """Tokenizer of the checkpoint that the options name, and the most tokens that it can hold; reads no weights.
+
+    Prompts are encoded before weights are loaded, so that one that does not fit is refused at once.
+    Raises CheckpointError.
+    """
+    from specdec.checkpoint.reader import Checkpoint
+    from specdec.checkpoint.tokenizer import Tokenizer
+    from specdec.serving.model import check_model_type, context_limit, embedded_checkpoint
+
+    directory = Path(args.checkpoint) if args.checkpoint is not None else embedded_checkpoint(recipe)
+    with Checkpoint.open(directory) as checkpoint:
+        check_model_type(checkpoint, recipe)
+        return Tokenizer.load(directory), context_limit(checkpoint)
+
+
+def context_for(args: argparse.Namespace, prompt: int, limit: int | None) -> int:
+    """Tokens to prepare for: what was asked, or prompt and output budget within the checkpoint's limit.
+
+    Raises UsageError if a prompt of ``prompt`` tokens leaves no room for one more.
+    """
+    needed = prompt + args.max_new_tokens
+    context = args.context if args.context is not None else min(limit or needed, needed)
+    if prompt >= context:
+        source = f"--context {args.context}" if args.context is not None else f"the checkpoint's context of {limit}"
+        cure = " or raise --context" if args.context is not None else ""
+        raise UsageError(
+            f"the prompt has {prompt} tokens; {source} leaves room for at most {context - 1}; shorten the prompt{cure}"
+        )
+    return context
