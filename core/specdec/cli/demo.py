@@ -17,6 +17,7 @@ from specdec.cli.options import (
     context_for,
     preparation,
     prepared_model,
+    replace_unwritable,
     sampling_options,
 )
 from specdec.cli.run import fault_text
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer, limit = checkpoint_basics(args, recipe)
     texts = [resources.files("specdec").joinpath(source).read_text(encoding="utf-8") for source in SOURCES]
     prompts = [tokenizer.encode(text)[:PROMPT_TOKENS] for text in texts]
+    replace_unwritable()
     context = context_for(args, max(map(len, prompts)), limit)
     speculative = prepared_model(args, recipe, evolve(drafting, context=context))
     plain = prepared_model(args, recipe, evolve(ordinary, context=context))

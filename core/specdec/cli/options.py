@@ -6,6 +6,8 @@ Torch is imported inside the functions that load something, never with this modu
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ __all__ = [
     "context_for",
     "preparation",
     "prepared_model",
+    "replace_unwritable",
     "sampling_options",
 ]
 
@@ -32,6 +35,12 @@ __all__ = [
 PREFILL_ROWS = 128
 # No machine has more to offer, and starting them would take all of its memory.
 MAX_THREADS = 1024
+
+
+def replace_unwritable() -> None:
+    """Lets standard output show a ``?`` where its encoding lacks a character of the model's text, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

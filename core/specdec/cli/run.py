@@ -19,6 +19,7 @@ from specdec.cli.options import (
     context_for,
     preparation,
     prepared_model,
+    replace_unwritable,
     sampling_options,
 )
 from specdec.cli.tables import json_text
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = tokenizer.encode(text)
     if not prompt:
         raise UsageError("the prompt has no tokens; give at least one character of text")
+    replace_unwritable()
     model = prepared_model(args, recipe, evolve(config, context=context_for(args, len(prompt), limit)))
 
     from specdec.serving.request import Request

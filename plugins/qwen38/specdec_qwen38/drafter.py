@@ -102,9 +102,18 @@ class MtpDrafter:
         m, _ = self.attention_mixer.mix(self.fuse(residual, tokens))
         self.attention.write(m, plan, 0)
 
-    def _set_history(self, slots: Tensor, anchor: Tensor, rows: Tensor) -> None:
+    def _set_history(self, slots: Tensor, anchor: Tensor, accepted: Tensor) -> None:
+        """The last interval starts at ``anchor`` and ``accepted`` ≥ 1 of its rows are history: anchor + accepted rows in all."""
         self.store["anchor"][0].index_copy_(0, slots, anchor.unsqueeze(1))
-        self.store["rows"][0].index_copy_(0, slots, rows.unsqueeze(1))
+        self.store.selected.index_copy_(0, slots, accepted - 1)
+        self.store["rows"][0].index_copy_(0, slots, (anchor + accepted).unsqueeze(1))
+
+    def _check_history(self, slots: Tensor, first: Tensor) -> None:
+        """The next row must continue both the absorbed rows and the last interval."""
+        store = self.store
+        anchor = store["anchor"][0].index_select(0, slots).view(-1)
+        expected = anchor + store.selected.index_select(0, slots) + 1
+        store.flag(slots, (expected != first) | (store["rows"][0].index_select(0, slots).view(-1) != first))
 
     # --- Drafter protocol ------------------------------------------------------------------------------------------
 
@@ -112,14 +121,15 @@ class MtpDrafter:
         """See ``Drafter.prefill``."""
         rows = tokens.shape[0]
         positions = (self._steps[:rows] + start).unsqueeze(0)
+        self._check_history(slot, positions[:, 0])
         self._absorb_rows(feedback, tokens, self._plan(slot, positions))
-        self._set_history(slot, positions[:, -1], positions[:, -1] + 1)
+        self._set_history(slot, positions[:, -1], torch.ones_like(slot))
 
     def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> None:
         """See ``Drafter.propose``. Proposal rows are a rejected tail of the interval that starts at row N−1."""
         slots = lanes.slots
         first = lanes.consumed - 1
-        self.store.flag(slots, self.store["rows"][0].index_select(0, slots).view(-1) != first)
+        self._check_history(slots, first)
         residual, token = self.target.feedback(slots), lanes.pending
         plan = self._plan(slots, first.unsqueeze(1) + self._steps[: max(draft_tokens, 1)])
         if draft_tokens == 0:
@@ -127,7 +137,7 @@ class MtpDrafter:
         for depth, step in zip(range(draft_tokens), plan.steps(self.geometry)):
             residual, logits = self._step(residual, token, step)
             token = proposer.draw(depth, logits)
-        self._set_history(slots, first, lanes.consumed)
+        self._set_history(slots, first, torch.ones_like(first))
 
     def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
         """See ``Drafter.absorb``."""
@@ -137,9 +147,10 @@ class MtpDrafter:
         plan = self._plan(slots, lanes.consumed.unsqueeze(1) + steps, valid)
         feedback = self.target.feedback_rows(slots, rows).flatten(0, 1)
         self._absorb_rows(feedback, tokens[:, :rows].clamp(min=0).reshape(-1), plan)
-        extra = (emitted - 1).clamp(min=0)
-        anchor = lanes.consumed - (extra == 0).to(torch.int64)
-        self._set_history(slots, anchor, lanes.consumed + extra)
+        # with one emitted token nothing is absorbed and the interval of the proposal pass stays the last one
+        absorbed = (emitted - 1).clamp(min=0)
+        anchor = lanes.consumed - (absorbed == 0).to(torch.int64)
+        self._set_history(slots, anchor, absorbed.clamp(min=1))
 
     def faults(self, slots: Tensor) -> Tensor:
         """See ``Target.faults``."""

@@ -1,0 +1,105 @@
+"""Every draft count against plain decoding on held-out text: acceptance, tokens per round, tokens per second.
+
+    make bench
+    python tests/benchmarks/run.py [--files N] [--new-tokens N] [--passes N] [--out FILE]
+
+All arms run in one process on the same requests, in alternating order; speeds compare within this run only. The raw
+result goes to ``tests/benchmarks/results/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import torch  # noqa: E402
+from heldout import heldout_requests  # noqa: E402
+
+from specdec import __version__  # noqa: E402
+from specdec.cli.tables import columns  # noqa: E402
+from specdec.preparation import PreparationConfig  # noqa: E402
+from specdec.recipes import recipe_book  # noqa: E402
+from specdec.serving.compare import arms_for, compare  # noqa: E402
+from specdec.serving.model import LoadedModel  # noqa: E402
+
+
+def processor() -> str:
+    """The processor's own name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="qwen3.8-flash")
+    parser.add_argument("--files", type=int, default=12, help="held-out texts to continue")
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    recipe = recipe_book().recipe(args.recipe)
+    context = args.prompt_tokens + args.new_tokens
+    options = {"concurrency": 1, "context": context, "adaptive_verification": False}
+    maximum = recipe.max_draft_tokens
+    speculative = LoadedModel.prepare(
+        recipe, PreparationConfig.for_recipe(recipe, max_draft_tokens=maximum, **options)
+    )
+    plain = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, speculative=False, **options))
+    requests = heldout_requests(
+        speculative, files=args.files, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens
+    )
+    arms = arms_for(speculative, plain, [None, *range(maximum + 1)])
+    compare(arms, requests, passes=args.passes)
+    baseline = arms[0].tokens_per_second
+    data = [arm.as_data(baseline) for arm in arms]
+    best = max(data[1:], key=lambda arm: arm["speed_ratio"])
+    result = {
+        "command": "python tests/benchmarks/run.py " + " ".join(sys.argv[1:]),
+        "recipe": recipe.name,
+        "checkpoint": "embedded",
+        "requests": len(requests),
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        "passes": args.passes,
+        "sampling": "checkpoint defaults",
+        "processor": processor(),
+        "threads": args.threads,
+        "versions": {"specdec": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "arms": data,
+        "best": {"draft_tokens": best["draft_tokens"], "speed_ratio": best["speed_ratio"]},
+    }
+    out = args.out or Path(__file__).parent / "results" / f"{recipe.name}_cpu.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    head = ("", "rounds", "tokens/round", "acceptance by depth", "tokens/s", "speed")
+    rows = [
+        (
+            arm["name"],
+            arm["rounds"],
+            f"{arm['tokens_per_round']:.2f}",
+            " ".join(f"{rate:.2f}" for rate in arm["acceptance_by_depth"]) or "-",
+            f"{arm['tokens_per_second']:.1f}",
+            f"{arm['speed_ratio']:.2f}x",
+        )
+        for arm in data
+    ]
+    print(columns([head, *rows]))
+    print(f"raw result: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The shipped checkpoint drafts well on text it has not seen, at its own sampling defaults."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heldout import heldout_requests
+
+from specdec.preparation import PreparationConfig
+from specdec.recipes import recipe_book
+from specdec.serving.generate import Generator
+from specdec.serving.model import LoadedModel
+from specdec.serving.request import Emission
+from specdec.serving.statistics import DraftStatistics
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    recipe = recipe_book().recipe("qwen3.8-flash")
+    config = PreparationConfig.for_recipe(recipe, concurrency=4, context=360, adaptive_verification=False)
+    return LoadedModel.prepare(recipe, config)
+
+
+def test_five_drafts_emit_at_least_two_tokens_a_round(model):
+    requests = heldout_requests(model, files=12, prompt_tokens=200, new_tokens=96)
+    assert (requests[0].sampling.temperature, requests[0].sampling.top_k, requests[0].sampling.top_p) == (1.0, 20, 0.95)
+    statistics, first = DraftStatistics(), set()
+    for event in Generator(model).run(requests):
+        if isinstance(event, Emission):
+            assert event.completion.faults == 0
+            statistics.add(event.completion, in_round=event.request in first)
+            first.add(event.request)
+    assert statistics.tokens > 700
+    assert statistics.tokens_per_round >= 2.0
+    assert statistics.acceptance_by_depth[0] >= 0.58
+    # depths two to five are useful too: recursion holds up
+    assert min(statistics.acceptance_by_depth) >= 0.5
