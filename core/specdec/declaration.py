@@ -32,6 +32,7 @@ __all__ = [
 
 _RECIPE_NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 _EMBEDDED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[\w.-]+(?:/[\w.-]+)*")
+_CALLABLE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 #: Fields of a recipe whose number must name its source.
 SOURCED_FIELDS = (
@@ -125,6 +126,9 @@ class Recipe:
         state and stored tensors of the real checkpoint.
     ``embedded_checkpoint``
         importable ``"package:folder"`` of the small checkpoint that ships with the plugin, or ``None``.
+    ``inventories``
+        importable ``"module:function"`` that maps a checkpoint's ``config.json`` (a dict) to its (target, drafter) inventories, or
+        ``None`` if every checkpoint of the recipe has the real sizes. Must not import torch.
     ``sources``
         pairs of field name and where its number is known from; required for every field of ``SOURCED_FIELDS``.
 
@@ -152,6 +156,7 @@ class Recipe:
     target_inventory: TensorInventory = field(repr=False)
     drafter_inventory: TensorInventory = field(repr=False)
     embedded_checkpoint: str | None = field(default=None)
+    inventories: str | None = field(default=None)
     sources: tuple[tuple[str, str], ...] = field(converter=_pairs)
 
     @name.validator
@@ -215,6 +220,11 @@ class Recipe:
             raise DeclarationError(
                 f"Recipe {self.name!r}: embedded_checkpoint must look like 'package:folder', got {value!r}"
             )
+
+    @inventories.validator
+    def _inventories_form(self, attribute: object, value: str | None) -> None:
+        if value is not None and not _CALLABLE.fullmatch(value):
+            raise DeclarationError(f"Recipe {self.name!r}: inventories must look like 'module:function', got {value!r}")
 
     @sources.validator
     def _numbers_have_sources(self, attribute: object, value: tuple[tuple[str, str], ...]) -> None:

@@ -126,4 +126,3 @@ class Round(Protocol):
 
     def run(self) -> None:
         """The tensor program alone, reading the staging buffer. This is what a CUDA graph captures."""
-

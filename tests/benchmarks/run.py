@@ -17,15 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-import torch  # noqa: E402
-from heldout import heldout_requests  # noqa: E402
+import torch
+from heldout import heldout_requests
 
-from specdec import __version__  # noqa: E402
-from specdec.cli.tables import columns  # noqa: E402
-from specdec.preparation import PreparationConfig  # noqa: E402
-from specdec.recipes import recipe_book  # noqa: E402
-from specdec.serving.compare import arms_for, compare  # noqa: E402
-from specdec.serving.model import LoadedModel  # noqa: E402
+from specdec import __version__
+from specdec.cli.tables import columns
+from specdec.preparation import PreparationConfig
+from specdec.recipes import recipe_book
+from specdec.serving.compare import arms_for, compare
+from specdec.serving.model import LoadedModel
 
 
 def processor() -> str:
@@ -54,9 +54,7 @@ def main() -> int:
     context = args.prompt_tokens + args.new_tokens
     options = {"concurrency": 1, "context": context, "adaptive_verification": False}
     maximum = recipe.max_draft_tokens
-    speculative = LoadedModel.prepare(
-        recipe, PreparationConfig.for_recipe(recipe, max_draft_tokens=maximum, **options)
-    )
+    speculative = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, max_draft_tokens=maximum, **options))
     plain = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, speculative=False, **options))
     requests = heldout_requests(
         speculative, files=args.files, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens

@@ -62,9 +62,7 @@ def test_replayed_rounds_equal_eager_rounds(directory, batch, width):
 
     model, captured_driver = started(directory, batch)
     shape = RoundShape(batch=batch, draft_tokens=width - 1, verify_width=width)
-    runner = ChainRound(
-        target=model.target, drafter=model.drafter, shape=shape, arena=model.arena, max_draft_tokens=7
-    )
+    runner = ChainRound(target=model.target, drafter=model.drafter, shape=shape, arena=model.arena, max_draft_tokens=7)
     # warm up on dead lanes only: every lane is the spare slot, so no request advances
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

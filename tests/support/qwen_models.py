@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 from attrs import frozen
-from specdec_qwen38.drafter import MtpDrafter
-from specdec_qwen38.geometry import TINY, Geometry
-from specdec_qwen38.inventory import target_inventory
-from specdec_qwen38.recipe import RECIPE
-from specdec_qwen38.target import QwenTarget
 
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.writer import write_checkpoint
 from specdec.interfaces import Capacities
 from specdec.round.arena import Arena
 from specdec.sampling.params import SamplingParams
+from specdec_qwen38.drafter import MtpDrafter
+from specdec_qwen38.geometry import TINY, Geometry
+from specdec_qwen38.inventory import target_inventory
+from specdec_qwen38.recipe import RECIPE
+from specdec_qwen38.target import QwenTarget
 
 tuple_of_topk = namedtuple("tuple_of_topk", ("values", "indices"))
 
@@ -144,7 +144,9 @@ def mtp_tensors(seed: int, geometry: Geometry = TINY) -> dict[str, torch.Tensor]
 
 def write_random_checkpoint(directory: Path, seed: int, geometry: Geometry = TINY) -> Path:
     """Float32 checkpoint of ``random_tensors(seed)``."""
-    return write_checkpoint(directory, random_tensors(seed, geometry), {"model_type": "qwen4_exp", "text_config": geometry.to_config()})
+    return write_checkpoint(
+        directory, random_tensors(seed, geometry), {"model_type": "qwen4_exp", "text_config": geometry.to_config()}
+    )
 
 
 @frozen(kw_only=True, eq=False)
@@ -156,7 +158,9 @@ class Prepared:
     arena: Arena
     capacities: Capacities
 
-    def admit(self, slot: int, prompt: list[int], *, budget: int = 64, chunks: tuple[int, ...] = (), stops=(), **sampling):
+    def admit(
+        self, slot: int, prompt: list[int], *, budget: int = 64, chunks: tuple[int, ...] = (), stops=(), **sampling
+    ):
         """Resets a slot, reserves its pages, consumes the prompt in the given chunk sizes and writes its request row."""
         for store in (self.target.store, self.drafter.store):
             store.reset(slot)
@@ -205,5 +209,3 @@ def prepare(
         drafter = MtpDrafter.load(recipe=RECIPE, checkpoint=checkpoint, target=target, capacities=capacities)
     arena = Arena(slots=slots, max_draft_tokens=7, stop_ids=4, device=where)
     return Prepared(target=target, drafter=drafter, arena=arena, capacities=capacities)
-
-

@@ -29,9 +29,7 @@ class Driver:
         return parsed
 
     def start(self, slots: list[int]) -> list[Completion]:
-        first = FirstToken(
-            target=self.model.target, drafter=self.drafter, arena=self.model.arena, batch=len(slots)
-        )
+        first = FirstToken(target=self.model.target, drafter=self.drafter, arena=self.model.arena, batch=len(slots))
         first.submit(slots, self.number)
         return self._read(slots)
 

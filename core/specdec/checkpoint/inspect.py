@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 
 from attrs import frozen
@@ -40,12 +41,12 @@ class Inspection:
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Inspection:
-    """Compare an open checkpoint with the target and drafter inventories of ``recipe``.
+    """Compare an open checkpoint with the target and drafter inventories of ``recipe``, at the sizes of its configuration.
 
     A tensor belongs to a part whose names share its beginning: to one that declares it, otherwise to the one with the longest
     such beginning (and is then unexpected there). A tensor whose beginning no part shares belongs to none.
     """
-    inventories = {"target": recipe.target_inventory, "drafter": recipe.drafter_inventory}
+    inventories = _inventories(checkpoint, recipe)
     roots = sorted(
         ((root, part) for part, inventory in inventories.items() for root in _roots(inventory)), key=_longest
     )
@@ -89,6 +90,14 @@ def recipe_for(checkpoint: Checkpoint, recipes: Iterable[Recipe]) -> Recipe:
         )
     accepted = ", ".join(f"{recipe.name} accepts {'/'.join(recipe.model_types)}" for recipe in recipes) or "no recipes"
     raise CheckpointError(f"{path}: no recipe accepts model_type {types[0]!r} ({accepted}); choose with --recipe")
+
+
+def _inventories(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorInventory]:
+    if recipe.inventories is None:
+        return {"target": recipe.target_inventory, "drafter": recipe.drafter_inventory}
+    module, _, function = recipe.inventories.partition(":")
+    target, drafter = getattr(import_module(module), function)(checkpoint.config)
+    return {"target": target, "drafter": drafter}
 
 
 def _roots(inventory: TensorInventory) -> list[str]:

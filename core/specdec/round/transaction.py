@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.catalog import RoundShape
 from specdec.interfaces import Drafter, Target
 from specdec.round.arena import Arena
-from specdec.round.completion import METADATA_FIELDS, Finish
+from specdec.round.completion import Finish
 from specdec.sampling.chain import chain_verify, resolve_empty, sample
 from specdec.sampling.law import LawParams, law
 from specdec.sampling.philox import round_uniforms
@@ -120,9 +120,7 @@ class _Settlement:
         """Advances the request table and writes one record per lane; dead lanes report themselves with zero emission."""
         live = lanes.live
         last = tokens.gather(1, (emitted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        advanced = self.arena.requests.advance(
-            lanes, consumed=consumed, emitted=emitted, last=last, finish=finish
-        )
+        advanced = self.arena.requests.advance(lanes, consumed=consumed, emitted=emitted, last=last, finish=finish)
         rows = torch.where(live.unsqueeze(1), advanced, lanes.resident)
         draft_rows = faults = torch.zeros_like(emitted)
         if self.drafter is not None:

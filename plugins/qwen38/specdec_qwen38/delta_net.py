@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from attrs import frozen
+from torch import Tensor
+
 from specdec.ops.delta_rule import delta_rule_chunks, delta_rule_rows
 from specdec.ops.norms import rms, unit_norm
 from specdec.ops.short_conv import short_conv
 from specdec.state.store import StateStore
-from torch import Tensor
 
 from .geometry import Geometry
 from .weights import Weights

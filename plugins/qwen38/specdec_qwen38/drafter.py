@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from specdec.checkpoint.reader import Checkpoint
 from specdec.declaration import Recipe
 from specdec.interfaces import Capacities, Proposer
 from specdec.ops.norms import rms_norm
 from specdec.state.requests import Lanes
 from specdec.state.store import StateStore
-from torch import Tensor
 
 from .hyper_connection import HyperConnection, combine
 from .mixture import load_mixture

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from attrs import frozen
-from specdec.ops.norms import rms_norm
 from torch import Tensor
+
+from specdec.ops.norms import rms_norm
 
 from .weights import Weights
 

@@ -5,7 +5,8 @@ drafter. Groups follow the sizes of a :class:`~specdec_qwen38.geometry.Geometry`
 published model and the small ones. Building an inventory expands nothing and imports no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specdec.declaration import TensorGroup, TensorInventory
 from specdec.errors import DeclarationError
@@ -100,6 +101,16 @@ def mtp_inventory(geometry: Geometry) -> TensorInventory:
     groups += _sparse_attention(geometry, "mtp.layers.0.self_attn.", (), source=_MTP)
     groups += _nvfp4_experts(geometry, "mtp.layers.0.mlp.experts.", (), input_scale=False, source=_MTP)
     return TensorInventory(groups=tuple(groups))
+
+
+def inventories(config: Mapping[str, Any]) -> tuple[TensorInventory, TensorInventory]:
+    """Return the (target, drafter) inventories of a checkpoint of any size, from the contents of its ``config.json``.
+
+    Raises:
+        CheckpointError: if the configuration is not one of this architecture.
+    """
+    geometry = Geometry.from_config(config)
+    return target_inventory(geometry), mtp_inventory(geometry)
 
 
 _Axes = Sequence[tuple[str, int | tuple[int, ...]]]

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import torch
 from attrs import frozen
+from torch import Tensor
+
 from specdec.checkpoint.matrices import PROJECTIONS, ExpertProjection, ExpertTensors
 from specdec.checkpoint.nvfp4 import dequantise, quantise_activation
 from specdec.errors import CheckpointError
 from specdec.ops.moe import DENSE_LIMIT_BYTES, DenseMixture, GatheredMixture, SharedExpert
-from torch import Tensor
 
 from .weights import Weights
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from attrs import frozen
+from torch import Tensor
+
 from specdec.errors import CheckpointError
 from specdec.ops.norms import rms_norm
 from specdec.ops.short_conv import short_conv
 from specdec.state.store import StateStore
-from torch import Tensor
 
 from .geometry import Geometry
 from .weights import Weights

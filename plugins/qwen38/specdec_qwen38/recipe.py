@@ -32,6 +32,7 @@ RECIPE = Recipe(
     target_inventory=target_inventory(REAL),
     drafter_inventory=mtp_inventory(REAL),
     embedded_checkpoint="specdec_qwen38:tiny",
+    inventories="specdec_qwen38.inventory:inventories",
     sources=(
         ("default_draft_tokens", "serving default of the recipe: widths one to six"),
         (

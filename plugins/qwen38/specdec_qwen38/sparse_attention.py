@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from attrs import evolve, frozen
+from torch import Tensor
+
 from specdec.ops.norms import accumulate_dtype, rms_norm
 from specdec.ops.rope import RopeTable, apply_rope
 from specdec.state.store import StateStore
-from torch import Tensor
 
 from .geometry import Geometry
 from .weights import Weights

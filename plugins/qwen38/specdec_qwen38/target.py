@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from attrs import frozen
+from torch import Tensor
+
 from specdec.checkpoint.matrices import quantisation_of
 from specdec.checkpoint.reader import Checkpoint
 from specdec.declaration import Recipe
@@ -16,7 +18,6 @@ from specdec.interfaces import Capacities
 from specdec.ops.rope import RopeTable
 from specdec.state.requests import Lanes
 from specdec.state.store import StateStore
-from torch import Tensor
 
 from .delta_net import DeltaNet
 from .geometry import Geometry

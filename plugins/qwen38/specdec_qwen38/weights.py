@@ -7,10 +7,11 @@ The target's text tensors live under one of three prefixes, depending on who exp
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from specdec.checkpoint.matrices import ExpertTensors, load_experts, load_matrix
 from specdec.checkpoint.reader import Checkpoint
 from specdec.errors import CheckpointError
-from torch import Tensor
 
 from .geometry import Geometry
 

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from attrs import evolve
 
+import specdec_qwen38
 from specdec.checkpoint import Checkpoint
 from specdec.checkpoint.inspect import inspect_checkpoint, recipe_for
 from specdec.cli import inspect as command
@@ -59,6 +61,7 @@ SMALL = evolve(
     model_types=("small_type",),
     target_inventory=target_inventory(TINY),
     drafter_inventory=mtp_inventory(TINY),
+    inventories=None,
 )
 SMALL_CONFIG = {"model_type": "small_type"}
 
@@ -114,7 +117,9 @@ def test_a_sparse_full_size_checkpoint_is_checked_by_its_headers(tmp_path):
 
 
 def test_the_drafter_alone_is_found_complete_and_the_target_missing(tmp_path):
-    write_sparse(tmp_path / "mtp", [entries(mtp_inventory(REAL))], {"model_type": "qwen4_exp"})
+    write_sparse(
+        tmp_path / "mtp", [entries(mtp_inventory(REAL))], {"model_type": "qwen4_exp", "text_config": REAL.to_config()}
+    )
     with Checkpoint.open(tmp_path / "mtp") as checkpoint:
         result = inspect_checkpoint(checkpoint, RECIPE)
     target, drafter = (part.validation for part in result.parts)
@@ -152,6 +157,14 @@ def test_an_exact_checkpoint_is_ok(tmp_path, monkeypatch, capsys):
     assert main(["inspect", str(tmp_path / "small")]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("drafter"))
     assert line.split() == ["drafter", "173", "173", "516,992", "516,992", "ok"]
+
+
+def test_the_shipped_checkpoint_is_exact_at_its_own_sizes(capsys):
+    assert main(["inspect", str(Path(specdec_qwen38.__file__).parent / "tiny")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    drafter = next(line for line in lines if line[:1] == ["drafter"])
+    assert drafter == ["drafter", "173", "173", "516,992", "516,992", "ok"]
+    assert next(line for line in lines if line[:1] == ["target"])[-1] == "ok"
 
 
 def test_long_lists_say_how_many_follow(tmp_path, monkeypatch, capsys):
