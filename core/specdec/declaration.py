@@ -127,8 +127,8 @@ class Recipe:
     ``embedded_checkpoint``
         importable ``"package:folder"`` of the small checkpoint that ships with the plugin, or ``None``.
     ``inventories``
-        importable ``"module:function"`` that maps a checkpoint's ``config.json`` (a dict) to its (target, drafter) inventories, or
-        ``None`` if every checkpoint of the recipe has the real sizes. Must not import torch.
+        importable ``"module:function"`` that maps a checkpoint's ``config.json`` (a dict) to its (target, drafter) inventories,
+        or ``None`` if every checkpoint of the recipe has the real sizes. Must not import torch.
     ``sources``
         pairs of field name and where its number is known from; required for every field of ``SOURCED_FIELDS``.
 

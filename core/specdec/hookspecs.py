@@ -151,7 +151,7 @@ def load_drafter(  # type: ignore[empty-body]
 
 @hookspec(firstresult=True)
 def capture_round(  # type: ignore[empty-body]
-    recipe: Recipe, target: Target, drafter: Drafter, shape: RoundShape, arena: Any
+    recipe: Recipe, target: Target, drafter: Drafter | None, shape: RoundShape, arena: Any
 ) -> Round:
     """Builds the round of one shape: draft, verify, accept and commit as one program.
 

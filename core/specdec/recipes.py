@@ -49,7 +49,7 @@ class RecipeHooks:
         """Drafter weights and state; see :func:`specdec.hookspecs.load_drafter`."""
         return self._call("load_drafter", checkpoint=checkpoint, target=target, capacities=capacities)
 
-    def capture_round(self, *, target: Target, drafter: Drafter, shape: RoundShape, arena: Any) -> Round:
+    def capture_round(self, *, target: Target, drafter: Drafter | None, shape: RoundShape, arena: Any) -> Round:
         """The round of one shape, the plugin's own or the core's; see :func:`specdec.hookspecs.capture_round`."""
         manager = self.plugin.manager
         if manager.get_plugin(CORE_DISTRIBUTION) is None:

@@ -60,7 +60,7 @@ def test_replayed_rounds_equal_eager_rounds(directory, batch, width):
     expected = [driver.round(slots, width - 1) for _ in range(ROUNDS)]
     eager_seconds = time.perf_counter() - begun
 
-    model, captured_driver = started(directory, batch)
+    model, _ = started(directory, batch)
     shape = RoundShape(batch=batch, draft_tokens=width - 1, verify_width=width)
     runner = ChainRound(target=model.target, drafter=model.drafter, shape=shape, arena=model.arena, max_draft_tokens=7)
     # warm up on dead lanes only: every lane is the spare slot, so no request advances

@@ -1,1 +1,1 @@
-"""The speculative round: transaction, completion records, arena. Needs torch except ``completion``; import the module you need."""
+"""The speculative round: transaction, completion records, arena. Needs torch except ``completion``; import by module."""

@@ -75,7 +75,6 @@ class Completion:
     @classmethod
     def parse(cls, record: Sequence[int]) -> Completion:
         """record: sixteen fields and padded tokens, as read from a frame."""
-        fields = {field.name.lower(): record[field] for field in Field}
-        fields["finish"] = Finish(record[Field.FINISH])
-        emitted = record[Field.EMITTED]
-        return cls(**fields, tokens=tuple(record[METADATA_FIELDS : METADATA_FIELDS + emitted]))
+        counters = {field.name.lower(): record[field] for field in Field if field is not Field.FINISH}
+        tokens = tuple(record[METADATA_FIELDS : METADATA_FIELDS + record[Field.EMITTED]])
+        return cls(finish=Finish(record[Field.FINISH]), tokens=tokens, **counters)

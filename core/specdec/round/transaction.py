@@ -35,10 +35,13 @@ class ChainProposer:
     vocab_size: int
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
-        """See ``Proposer.draw``. A row without mass (NaN logits) proposes token 0 under a law of zeros: it is rejected unless
-        the target itself would have drawn it, and the lane goes on from the target."""
+        """See ``Proposer.draw``. A row without mass (NaN logits) proposes token 0 under the point mass at 0, like a copied
+        token: the emitted law stays the target's."""
         probs = torch.nan_to_num(law(logits, self.params, self.vocab_size), nan=0.0)
-        token = sample(probs, self.uniforms[:, depth]).clamp(min=0)
+        drawn = sample(probs, self.uniforms[:, depth])
+        # drawing fails only without mass; a stored law of zeros would let the token pass whatever the target thinks of it
+        probs[:, 0] += drawn < 0
+        token = drawn.clamp(min=0)
         self.probs[:, depth] = probs
         self.tokens[:, depth] = token
         return token

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from specdec.checkpoint.matrices import PROJECTIONS, ExpertProjection, ExpertTensors
@@ -31,8 +31,8 @@ def load_mixture(weights: Weights, *, quantised_activations: bool) -> Mixture:
     scaled = [name for name in PROJECTIONS if experts[name].input_scale is not None]
     if scaled and len(scaled) < len(PROJECTIONS):
         raise CheckpointError(
-            f"{weights.checkpoint.directory}: {weights.prefix}experts: only {', '.join(scaled)} have an input_scale; W4A4 experts "
-            "need one for each projection"
+            f"{weights.checkpoint.directory}: {weights.prefix}experts: only {', '.join(scaled)} have an input_scale; W4A4 "
+            "experts need one for each projection"
         )
     quantised_activations = quantised_activations and bool(scaled)
     size = 3 * g.num_experts * g.moe_intermediate_size * g.hidden_size * weights.dtype.itemsize
@@ -84,16 +84,17 @@ class _GatheredProjection:
 
     @classmethod
     def load(cls, projection: ExpertProjection, weights: Weights) -> _GatheredProjection:
-        moved = {
-            name: None if tensor is None else tensor.to(weights.device)
-            for name, tensor in (
-                ("weight", projection.weight),
-                ("scale", projection.scale),
-                ("scale_2", projection.scale_2),
-                ("input_scale", projection.input_scale),
-            )
-        }
-        return cls(stored=ExpertProjection(storage=projection.storage, **moved), precise=weights.precise)
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(weights.device)
+
+        stored = evolve(
+            projection,
+            weight=projection.weight.to(weights.device),
+            scale=moved(projection.scale),
+            scale_2=moved(projection.scale_2),
+            input_scale=moved(projection.input_scale),
+        )
+        return cls(stored=stored, precise=weights.precise)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids: [n] int64 → [n, out, in] in the accumulate dtype."""
@@ -110,11 +111,16 @@ def _common_scales(experts: ExpertTensors, weights: Weights) -> tuple[Tensor, Te
     """Input scales of (gate and up, down) if every expert of the layer has the same, else None. Set-up: reads values."""
     found = []
     for names in (("gate_proj", "up_proj"), ("down_proj",)):
-        scale = torch.stack([experts[name].input_scale for name in names]).amax(0)
+        scale = _largest_scale([experts[name] for name in names])
         if not bool((scale == scale[0]).all()):
             return None
         found.append(scale[0].to(weights.device))
     return found[0], found[1]
+
+
+def _largest_scale(projections: list[ExpertProjection]) -> Tensor:
+    """Input scale [E] of projections that read the same input."""
+    return torch.stack([p.input_scale for p in projections if p.input_scale is not None]).amax(0)
 
 
 def _quantiser(scale: Tensor) -> Callable[[Tensor], Tensor]:
@@ -126,7 +132,7 @@ def _quantiser(scale: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _input_quantiser(*projections: _GatheredProjection) -> Callable[[Tensor, Tensor], Tensor]:
     """Quantises a projection's input; projections that share an input use the larger of their scales, as fused loaders do."""
-    scales = torch.stack([p.stored.input_scale for p in projections]).amax(0)
+    scales = _largest_scale([projection.stored for projection in projections])
 
     def quantise(activation: Tensor, ids: Tensor) -> Tensor:
         return quantise_activation(activation, scales.index_select(0, ids)).to(activation.dtype)

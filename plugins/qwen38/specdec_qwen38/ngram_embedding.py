@@ -59,13 +59,22 @@ class NgramTable:
         if weights.has("ngram_embedding.weight"):
             rows = weights.stored("ngram_embedding.weight")
         else:
-            parts = [weights.stored(f"ngram_embedding.shard_{i}.weight") for i in range(g.split_ngram_parts)]
+            shape = (g.ple_table_rows(ordinal) // g.split_ngram_parts, g.ngram_head_dim)
+            parts = []
+            for i in range(g.split_ngram_parts):
+                part = weights.stored(f"ngram_embedding.shard_{i}.weight")
+                if tuple(part.shape) != shape:
+                    raise CheckpointError(
+                        f"{weights.checkpoint.directory}: tensor {weights.prefix}ngram_embedding.shard_{i}.weight has shape "
+                        f"{list(part.shape)}, the configuration needs {list(shape)}"
+                    )
+                parts.append(part)
             rows = torch.cat(parts)
         expected_shape = (g.ple_table_rows(ordinal), g.ngram_head_dim)
         if tuple(rows.shape) != expected_shape:
             raise CheckpointError(
-                f"{weights.checkpoint.directory}: {weights.prefix}ngram_embedding has shape {list(rows.shape)}, the configuration "
-                f"needs {list(expected_shape)}"
+                f"{weights.checkpoint.directory}: {weights.prefix}ngram_embedding has shape {list(rows.shape)}, the "
+                f"configuration needs {list(expected_shape)}"
             )
         scale = None
         if weights.has("ngram_embedding.weight_scale"):

@@ -59,7 +59,8 @@ class Weights:
     def _checked(self, full: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{self.checkpoint.directory}: tensor {full} has shape {list(tensor.shape)}, the configuration needs {list(shape)}"
+                f"{self.checkpoint.directory}: tensor {full} has shape {list(tensor.shape)}, the configuration needs "
+                f"{list(shape)}"
             )
         return tensor.to(self.device)
 
@@ -83,7 +84,23 @@ class Weights:
 
     def experts(self, name: str) -> ExpertTensors:
         """The routed experts under ``prefix + name``, stacked, in their storage format."""
-        return load_experts(self.checkpoint, self.prefix + name, self.geometry.num_experts)
+        g = self.geometry
+        experts = load_experts(self.checkpoint, self.prefix + name, g.num_experts)
+        hidden, inner = g.hidden_size, g.moe_intermediate_size
+        for projection, shape in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
+            found = experts[projection]
+            # NVFP4 packs two values a byte
+            width = found.weight.shape[-1] * (2 if found.storage == "nvfp4" else 1)
+            if (*found.weight.shape[:-1], width) != (g.num_experts, *shape):
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {projection} of {self.prefix}{name} has shape "
+                    f"{[*found.weight.shape[:-1], width]}, the configuration needs {[g.num_experts, *shape]}"
+                )
+        return experts
 
 
 def head_weight(checkpoint: Checkpoint, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
