@@ -8,7 +8,7 @@ Letters: B lanes, K draft tokens, W = K + 1 verification width, V vocabulary, N 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attrs import frozen
@@ -66,6 +66,15 @@ class Target(Protocol):
     def commit(self, lanes: Lanes, taken: Tensor) -> None:
         """Selects the state after verification input ``taken − 1`` (taken [B] int64; 0 keeps the state)."""
 
+    def snapshot(self, slots: Tensor, taken: Tensor | None = None) -> Mapping[str, Tensor]:
+        """Committed state of lanes, pages excluded: [layers, B, …] by field name.
+
+        taken: [B] int64 between verification and commit: the state as if that many inputs were consumed; None between rounds.
+        """
+
+    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+        """Gives a slot the state of ``consumed`` tokens from a snapshot of one lane. Pages are the caller's. Host side."""
+
     def feedback(self, slots: Tensor) -> Tensor:
         """Saved feedback row h[N−1] of each slot, [B, D]; what a drafter completes with the pending token."""
 
@@ -109,9 +118,16 @@ class Drafter(Protocol):
     def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
         """Rewrites draft history from real feedback: rows N … N+t−2, pair j = (h[N+j], emitted token j).
 
-        tokens: [B, W] int64 emitted tokens, W ≥ 2 (−1 padded); emitted: [B] int64 t. Called after verification and before
-        ``Target.commit``; not called when W = 1, where row N−1 is all there is.
+        tokens: [B, W] int64 emitted tokens (−1 padded); emitted: [B] int64 t. Called once in every round, after verification
+        and before ``Target.commit``; with W = 1 there is nothing to rewrite. This is the commit of all draft state.
         """
+
+    def snapshot(self, slots: Tensor) -> Mapping[str, Tensor]:
+        """Committed draft state of lanes, pages excluded: [layers, B, …] by field name."""
+
+    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+        """Gives a slot the state of max(consumed − 1, 0) absorbed rows from a snapshot of one lane that had absorbed at least
+        these; open-group members with their tags and the anchor included. Pages are the caller's. Host side."""
 
     def faults(self, slots: Tensor) -> Tensor:
         """As ``Target.faults``."""
@@ -121,8 +137,24 @@ class Drafter(Protocol):
 class Round(Protocol):
     """One captured or eager round of one shape."""
 
-    def submit(self, slots: Sequence[int], ceilings: Sequence[int], frame: int) -> None:
-        """Copies the host's frozen decisions into the staging buffer (one copy) and runs the round."""
+    boundary_state: Mapping[str, Mapping[str, Tensor]]
+    """After a round with ``boundary``: "target" and "drafter" snapshots at the next multiple of the page size."""
 
-    def run(self) -> None:
+    def submit(
+        self,
+        slots: Sequence[int],
+        ceilings: Sequence[int],
+        number: int,
+        *,
+        boundary: bool = False,
+        extended: bool = False,
+    ) -> None:
+        """Copies the host's frozen decisions into the staging buffer (one copy) and runs the round.
+
+        boundary: also keep the state at the next page boundary of each lane, for lanes whose emission crosses it.
+        extended: also apply penalties, logit bias and minimum lengths and keep log-probabilities; submitted only when a lane uses
+        one of these. Both are static variants of the program; lanes that use nothing of a variant get the same result without it.
+        """
+
+    def run(self, *, boundary: bool = False, extended: bool = False) -> None:
         """The tensor program alone, reading the staging buffer. This is what a CUDA graph captures."""

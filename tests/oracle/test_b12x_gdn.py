@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from attrs import evolve
 
-from specdec.ops.delta_rule import delta_rule_chunks, delta_rule_rows
+from specdec.ops.delta_rule import delta_rule_chunks, delta_rule_replay, delta_rule_rows
 from specdec.state.store import StateStore
 from specdec_qwen38.delta_net import DeltaNet
 from specdec_qwen38.geometry import REAL
@@ -65,7 +65,7 @@ def net(weights) -> DeltaNet:
 
 
 def store_of() -> StateStore:
-    layout = target_layout(G, max_draft_tokens=7, dtype="bfloat16")
+    layout = target_layout(G, max_draft_tokens=7, dtype="bfloat16", recurrence="columns")
     return StateStore(layout, slots=SLOTS, pages=1, context=64, device=torch.device("cpu"))
 
 
@@ -153,7 +153,9 @@ def recurrence(rows: int, seed: int, dtype: torch.dtype, *, batch: int = 2, deca
 
 
 def run_rows(state, q, k, v, log_decay, beta):
-    return delta_rule_rows(state, q, k, v, log_decay.exp(), beta)
+    """Outputs and the state after every row, [B, T, …]."""
+    result = delta_rule_rows(state, q, k, v, log_decay.exp(), beta)
+    return result.outputs, torch.stack(result.states, dim=1)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 63, 64, 65, 200])
@@ -215,3 +217,23 @@ def test_a_lane_does_not_depend_on_its_neighbours(sizes):
         alone_out, alone_states = run_rows(state[lane : lane + 1], *(operand[lane : lane + 1] for operand in rows))
         assert torch.equal(alone_out, out[lane : lane + 1])
         assert torch.equal(alone_states, states[lane : lane + 1])
+
+
+@pytest.mark.parametrize("sizes", [SMALL, FULL], ids=["small", "full"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_replay_of_records_is_bit_equal_to_the_states(batch, sizes):
+    """Every accepted count, per lane, two layers at once."""
+    layers = [recurrence(8, seed, torch.float32, batch=batch, sizes=sizes) for seed in (5, 6)]
+    results = [delta_rule_rows(state, q, k, v, log.exp(), beta) for state, q, k, v, log, beta in layers]
+    state = torch.stack([layer[0] for layer in layers])
+    corrections = torch.stack([result.corrections for result in results])
+    keys, decays = torch.stack([layer[2] for layer in layers]), torch.stack([layer[4].exp() for layer in layers])
+    for rows in range(1, 9):
+        for shift in range(rows + 1):
+            taken = (torch.arange(batch) + shift) % (rows + 1)
+            found = delta_rule_replay(state, corrections, keys, decays, taken, rows)
+            for lane in range(batch):
+                for layer in range(2):
+                    count = int(taken[lane])
+                    kept = results[layer].states[count - 1][lane] if count else state[layer, lane]
+                    assert torch.equal(found[layer, lane], kept), (rows, count)

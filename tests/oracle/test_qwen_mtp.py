@@ -75,6 +75,8 @@ def test_first_draft_after_every_prompt_length(case):
         rows = torch.tensor(list(consumed.values())) - 1
         worst = max(worst, (recorder.logits[0] - case.logits[rows]).abs().max().item())
         assert model.drafter.faults(lanes.slots).eq(0).all() and model.target.faults(lanes.slots).eq(0).all()
+        # the round that proposed ends with one emitted token: row N−1 is history
+        model.drafter.absorb(lanes, torch.zeros(len(consumed), 1, dtype=torch.int64), torch.ones_like(rows))
         assert model.drafter.store["rows"][0, lanes.slots, 0].tolist() == list(consumed.values())
     assert worst <= case.tolerance
 
@@ -123,9 +125,8 @@ def test_first_draft_after_rounds_with_rejected_drafts(case, seed):
         if drafts:
             worst = max(worst, (recorder.logits[0] - case.logits[starts - 1]).abs().max().item())
         target.verify(torch.cat([lanes.pending.unsqueeze(1), proposed], dim=1), lanes)
-        if drafts:
-            emitted = torch.where(torch.arange(drafts + 1) < taken.unsqueeze(1), follow, -1)
-            drafter.absorb(lanes, emitted, taken)
+        emitted = torch.where(torch.arange(drafts + 1) < taken.unsqueeze(1), follow, -1)
+        drafter.absorb(lanes, emitted, taken)
         target.commit(lanes, taken)
         consumed = {slot: count + int(taken[slot]) for slot, count in consumed.items()}
         assert drafter.store["rows"][0, :2, 0].tolist() == [count - 1 for count in consumed.values()]

@@ -196,7 +196,7 @@ class Prepared:
 
 
 def prepare(
-    directory: Path, *, dtype: str = "float32", slots: int = 4, context: int = 192, device: str = "cpu"
+    directory: Path, *, dtype: str = "float32", slots: int = 4, context: int = 192, device: str = "cpu", recurrence="records"
 ) -> Prepared:
     """Loads target and drafter for ``slots`` requests with private pages for a full context each."""
     reach = -(-(context + 8) // 64)
@@ -205,7 +205,7 @@ def prepare(
     )
     with Checkpoint.open(directory) as checkpoint:
         where = torch.device(device)
-        target = QwenTarget.build(recipe=RECIPE, checkpoint=checkpoint, capacities=capacities, device=where)
+        target = QwenTarget(checkpoint, Geometry.from_config(checkpoint.config), capacities, where, recurrence)
         drafter = MtpDrafter.load(recipe=RECIPE, checkpoint=checkpoint, target=target, capacities=capacities)
     arena = Arena(slots=slots, max_draft_tokens=7, stop_ids=4, device=where)
     return Prepared(target=target, drafter=drafter, arena=arena, capacities=capacities)

@@ -11,17 +11,26 @@ Value heads that share a key head are stacked: with G value heads per key head, 
 from __future__ import annotations
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 
-def delta_rule_rows(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Runs T rows one after the other and keeps the state after each of them.
+@frozen(kw_only=True, eq=False)
+class DeltaRows:
+    """Outcome of T rows. outputs: [B, T, Hk, G·v]; corrections: δ of every row, [B, T, Hk, G·v]; states: the state after each
+    row, T tensors [B, Hk, G·v, d]."""
 
-    state: [B, Hk, G·v, d]; q, k: [B, T, Hk, d], normalised and scaled; v: [B, T, Hk, G·v]; decay, beta: [B, T, Hk, G].
-    Returns (outputs [B, T, Hk, G·v], states [B, T, Hk, G·v, d]); all in the dtype of ``state``, which is not changed.
-    Each row uses operators of the same shape whatever T is, so a row's result does not depend on the width of its round.
+    outputs: Tensor
+    corrections: Tensor
+    states: list[Tensor]
+
+
+def delta_rule_rows(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
+    """Runs T rows one after the other.
+
+    state: [B, Hk, G·v, d]; q, k: [B, T, Hk, d], normalised and scaled; v: [B, T, Hk, G·v]; decay, beta: [B, T, Hk, G]; results
+    are in the dtype of ``state``, which is not changed. Each row uses operators of the same shape whatever T is, so a row's
+    result does not depend on the width of its round.
     """
     batch, rows, heads, width = v.shape
     group = decay.shape[-1]
@@ -33,17 +42,44 @@ def delta_rule_rows(
     decays = decay.transpose(1, 2).reshape(*per_row, group, 1).unbind(1)
     betas = beta.transpose(1, 2).reshape(*per_row, group, 1).unbind(1)
     current = state.reshape(batch * heads, width, dim)
-    outputs, states = [], []
+    outputs, corrections, states = [], [], []
     for key, query, value, alpha, strength in zip(keys, queries, values, decays, betas, strict=True):
         current = (current.view(batch * heads, group, -1) * alpha).view(batch * heads, width, dim)
         read = torch.bmm(current, key).view(batch * heads, group, -1)
         correction = (strength * (value - read)).view(batch * heads, width, 1)
         current = torch.addcmul(current, correction, key.transpose(1, 2))
         outputs.append(torch.bmm(current, query))
-        states.append(current)
-    out = torch.stack(outputs, dim=1).view(batch, heads, rows, width).transpose(1, 2)
-    kept = torch.stack(states, dim=1).view(batch, heads, rows, width, dim).transpose(1, 2)
-    return out, kept
+        corrections.append(correction)
+        states.append(current.view(batch, heads, width, dim))
+    return DeltaRows(
+        outputs=torch.stack(outputs, dim=1).view(batch, heads, rows, width).transpose(1, 2),
+        corrections=torch.stack(corrections, dim=1).view(batch, heads, rows, width).transpose(1, 2),
+        states=states,
+    )
+
+
+def delta_rule_replay(
+    state: Tensor, corrections: Tensor, keys: Tensor, decays: Tensor, taken: Tensor, rows: int
+) -> Tensor:
+    """State after the first ``taken`` of ``rows`` recorded rows: S ← α S; S ← S + δ kᵀ, row by row.
+
+    state: [L, B, Hk, G·v, d]; corrections: [L, B, ≥ rows, Hk, G·v]; keys: [L, B, ≥ rows, Hk, d]; decays: [L, B, ≥ rows, Hk, G];
+    taken: [B] int64. Returns [L, B, Hk, G·v, d]; does not change its inputs. The two products and the sum are those of
+    ``delta_rule_rows``, so the result equals the state that it had, bit for bit.
+    """
+    layers, batch, heads, width, dim = state.shape
+    group = decays.shape[-1]
+    current = state.reshape(-1, width, dim)
+    lanes = layers * batch * heads
+    for row in range(rows):
+        alpha = decays[:, :, row].reshape(lanes, group, 1)
+        correction = corrections[:, :, row].reshape(lanes, width, 1)
+        key = keys[:, :, row].reshape(lanes, 1, dim)
+        following = (current.view(lanes, group, -1) * alpha).view(lanes, width, dim)
+        following = torch.addcmul(following, correction, key)
+        kept = (taken > row).view(1, batch, 1).expand(layers, batch, heads).reshape(lanes, 1, 1)
+        current = torch.where(kept, following, current)
+    return current.view(state.shape)
 
 
 def delta_rule_chunks(

@@ -6,21 +6,41 @@ import torch
 from torch import Tensor
 
 from specdec.round.completion import METADATA_FIELDS
+from specdec.sampling.logprobs import LogprobFrames
 from specdec.state.requests import RequestTable
 
 
 class Arena:
     """Buffers shared by all round shapes of one loaded model. Allocation happens at preparation only.
 
-    frames: [2 · (R + 1), 16 + W_max] int64, see ``completion``. ``scratch`` returns a view of storage that rounds of the same
+    frames: [2 · (R + 1), 16 + W_max] int64, see ``completion``. extended: also hold what penalties, logit bias, minimum length
+    and log-probabilities need, over ``vocab_size`` ids; ``logprobs`` is None without. ``scratch`` returns a view of storage that rounds of the same
     model reuse: whatever must survive the round belongs to a state store, a frame or the request table.
     """
 
-    def __init__(self, *, slots: int, max_draft_tokens: int, stop_ids: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        max_draft_tokens: int,
+        stop_ids: int,
+        device: torch.device,
+        extended: bool = False,
+        vocab_size: int = 0,
+    ) -> None:
+        if extended and vocab_size < 1:
+            raise ValueError("an arena with extended sampling options needs the vocabulary size")
         self.slots = slots
         self.max_draft_tokens = max_draft_tokens
         self.device = device
-        self.requests = RequestTable(slots=slots, stop_ids=stop_ids, device=device)
+        self.requests = RequestTable(
+            slots=slots, stop_ids=stop_ids, device=device, extended=extended, vocab_size=vocab_size
+        )
+        self.logprobs = (
+            LogprobFrames(slots=slots, width=max_draft_tokens + 1, vocab_size=vocab_size, device=device)
+            if extended
+            else None
+        )
         self.frames = torch.full(
             (2 * (slots + 1), METADATA_FIELDS + max_draft_tokens + 1), -1, dtype=torch.int64, device=device
         )

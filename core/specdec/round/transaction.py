@@ -8,7 +8,7 @@ Letters: B lanes, K draft tokens, W = K + 1, V vocabulary, N consumed tokens, a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import frozen
@@ -22,6 +22,7 @@ from specdec.sampling.chain import chain_verify, resolve_empty, sample
 from specdec.sampling.law import LawParams, law
 from specdec.sampling.philox import round_uniforms
 from specdec.state.requests import BUDGET, CONSUMED, EPOCH, FINISH, GENERATED, PENDING, REQUEST, SEED, Lanes
+from specdec.state.store import StateStore
 
 
 @frozen(kw_only=True, eq=False)
@@ -154,8 +155,21 @@ class _Settlement:
         )
         shown = torch.where(self.columns < emitted.unsqueeze(1), tokens, -1)
         record = torch.cat([metadata, shown, self.padding], dim=1)
-        index = self.staging.frame * (self.arena.slots + 1) + lanes.requested
-        self.arena.frames.index_copy_(0, index, record)
+        self.arena.frames.index_copy_(0, self._frame_rows(lanes), record)
+
+    def _frame_rows(self, lanes: Lanes) -> Tensor:
+        """Row of each lane in the transfer frame of this round, [B] int64."""
+        return self.staging.frame * (self.arena.slots + 1) + lanes.requested
+
+    def extend(self, lanes: Lanes, logits: Tensor, tokens: Tensor, emitted: Tensor) -> None:
+        """What extended rounds commit on top: emitted tokens are counted, and what the target thought of them is kept.
+
+        logits: [B, W, V] of the target, untouched by options; tokens: [B, W] int64, the first ``emitted`` [B] of a lane count.
+        """
+        options, logprobs = self.arena.requests.options, self.arena.logprobs
+        assert options is not None and logprobs is not None
+        options.commit(lanes.slots, tokens, emitted)
+        logprobs.write(self._frame_rows(lanes), logits, tokens)
 
 
 class ChainRound:
@@ -174,15 +188,24 @@ class ChainRound:
         self.staging = Staging(arena, shape.batch)
         self._settlement = _Settlement(target, drafter, arena, self.staging, shape.verify_width)
         drafts, vocab = shape.draft_tokens, target.vocab_size
+        self.boundary_state: dict[str, Mapping[str, Tensor]] = {}
         self.draft_probs = arena.scratch("draft_probs", (shape.batch, drafts, vocab), torch.float32)
         self.draft_tokens = arena.scratch("draft_tokens", (shape.batch, drafts), torch.int64)
 
-    def submit(self, slots: Sequence[int], ceilings: Sequence[int], number: int) -> None:
+    def submit(
+        self,
+        slots: Sequence[int],
+        ceilings: Sequence[int],
+        number: int,
+        *,
+        boundary: bool = False,
+        extended: bool = False,
+    ) -> None:
         """See ``Round.submit``."""
         self.staging.write(slots, ceilings, number)
-        self.run()
+        self.run(boundary=boundary, extended=extended)
 
-    def run(self) -> None:
+    def run(self, *, boundary: bool = False, extended: bool = False) -> None:
         """See ``Round.run``.
 
         The accept rule in words: draft token x with draft law q and target law p is accepted with probability min(1, p(x)/q(x));
@@ -191,6 +214,8 @@ class ChainRound:
         """
         target, drafter, settlement = self.target, self.drafter, self._settlement
         drafts = self.shape.draft_tokens
+        for store in self._stores:
+            store.begin_round()
         lanes = self.arena.requests.lanes(self.staging.slots)
         params = lanes.law
         target_u, draft_u = round_uniforms(lanes.integers[:, SEED], lanes.consumed, self.max_draft_tokens)
@@ -210,8 +235,9 @@ class ChainRound:
         tokens = torch.cat([lanes.pending.unsqueeze(1), self.draft_tokens], dim=1)
         logits = target.verify(tokens, lanes)
 
-        # 4 law
-        target_probs = law(logits, params, target.vocab_size)
+        # 4 law; drafts were drawn without penalties, from the law that was kept for them, which leaves the emitted law exact
+        shaped = self.arena.requests.shaped(lanes, logits, self.draft_tokens) if extended else logits
+        target_probs = law(shaped, params, target.vocab_size)
 
         # 5 accept: a lane's drafts count only up to its ceiling and to what its budget can still emit
         remaining = lanes.integers[:, BUDGET] - lanes.integers[:, GENERATED]
@@ -224,9 +250,15 @@ class ChainRound:
         emitted, finish = settlement.clip(lanes, outcome.tokens, outcome.accepted)
 
         # 7 commit
-        if drafter is not None and drafts:
+        if drafter is not None:
             drafter.absorb(lanes, outcome.tokens, emitted)
+        if boundary:
+            self.boundary_state = self._at_boundary(lanes, emitted)
         target.commit(lanes, emitted)
+        if extended:
+            settlement.extend(lanes, logits, outcome.tokens, emitted)
+        for store in self._stores:
+            store.end_round()
 
         # 8 complete
         settlement.complete(
@@ -238,6 +270,20 @@ class ChainRound:
             consumed=emitted,
             finish=finish,
         )
+
+
+    @property
+    def _stores(self) -> list[StateStore]:
+        return [owner.store for owner in (self.target, self.drafter) if owner is not None]
+
+    def _at_boundary(self, lanes: Lanes, emitted: Tensor) -> dict[str, Mapping[str, Tensor]]:
+        """State at the next page boundary of each lane; meaningless for lanes whose emission does not reach it."""
+        page = self.target.store.layout.page_tokens
+        until = page - lanes.consumed % page
+        found = {"target": self.target.snapshot(lanes.slots, torch.minimum(until, emitted))}
+        if self.drafter is not None:
+            found["drafter"] = self.drafter.snapshot(lanes.slots)
+        return found
 
 
 class FirstToken:
@@ -253,19 +299,23 @@ class FirstToken:
         self.staging = Staging(arena, batch)
         self._settlement = _Settlement(target, drafter, arena, self.staging, 1)
 
-    def submit(self, slots: Sequence[int], number: int) -> None:
-        """Copies the slots to the staging buffer and runs. Lanes beyond ``slots`` are dead."""
+    def submit(self, slots: Sequence[int], number: int, *, extended: bool = False) -> None:
+        """Copies the slots to the staging buffer and runs. Lanes beyond ``slots`` are dead. extended: see ``Round.submit``."""
         self.staging.write(slots, [0] * len(slots), number)
-        self.run()
+        self.run(extended=extended)
 
-    def run(self) -> None:
+    def run(self, *, extended: bool = False) -> None:
         """The tensor program alone; reads the staging buffer."""
         lanes = self.arena.requests.lanes(self.staging.slots)
         target_u, _ = round_uniforms(lanes.integers[:, SEED], lanes.consumed - 1, self.max_draft_tokens)
-        probs = law(self.target.first_logits(lanes.slots), lanes.law, self.target.vocab_size)
-        tokens = sample(probs, target_u[:, 0]).unsqueeze(1)
+        logits = self.target.first_logits(lanes.slots).unsqueeze(1)
+        shaped = self.arena.requests.shaped(lanes, logits, lanes.slots.new_empty(self.staging.batch, 0)) if extended else logits
+        probs = law(shaped, lanes.law, self.target.vocab_size)
+        tokens = sample(probs, target_u[:, :1])
         nothing = torch.zeros_like(lanes.slots)
         emitted, finish = self._settlement.clip(lanes, tokens, nothing)
+        if extended:
+            self._settlement.extend(lanes, logits, tokens, emitted)
         self._settlement.complete(
             lanes,
             tokens=tokens,

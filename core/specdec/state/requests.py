@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from specdec.sampling.law import LawParams
 from specdec.sampling.params import SamplingParams
+from specdec.sampling.penalties import forbid_stops
+from specdec.state.options import OptionTable
 
 # integer columns; FINISH is 0 while the request runs, then the code of ``completion.Finish``
-CONSUMED, PENDING, GENERATED, BUDGET, FINISH, REQUEST, EPOCH, SEED, TOP_K, GREEDY = range(10)
-INTEGER_COLUMNS = 10
+CONSUMED, PENDING, GENERATED, BUDGET, FINISH, REQUEST, EPOCH, SEED, TOP_K, GREEDY, MIN_NEW = range(11)
+INTEGER_COLUMNS = 11
 # float columns
 TEMPERATURE, TOP_P, MIN_P = range(3)
 FLOAT_COLUMNS = 3
@@ -25,7 +29,7 @@ NO_STOP = -2
 class Lanes:
     """The lanes of one round after dead ones were redirected to the spare slot.
 
-    slots: [B] int64; live: [B] bool; consumed, pending: [B] int64 (1 and 0 in dead lanes); integers: [B, 10] int64,
+    slots: [B] int64; live: [B] bool; consumed, pending: [B] int64 (1 and 0 in dead lanes); integers: [B, 11] int64,
     floats: [B, 3] float32, the table rows of the effective slots. requested, resident: slots and integer rows before the
     redirection, which name the request a record is about.
     """
@@ -61,9 +65,15 @@ class Lanes:
 
 
 class RequestTable:
-    """Device rows of R requests. Host methods run between rounds; ``lanes`` and ``advance`` inside one."""
+    """Device rows of R requests. Host methods run between rounds; ``lanes``, ``shaped`` and ``advance`` inside one.
 
-    def __init__(self, *, slots: int, stop_ids: int, device: torch.device) -> None:
+    options: tables of penalties and biases over ``vocab_size`` ids; None if rounds never apply them.
+    """
+
+    def __init__(
+        self, *, slots: int, stop_ids: int, device: torch.device, extended: bool = False, vocab_size: int = 0
+    ) -> None:
+        self.options = OptionTable(slots=slots, vocab_size=vocab_size, device=device) if extended else None
         self.slots = slots
         self.spare = slots
         self.device = device
@@ -84,9 +94,26 @@ class RequestTable:
         budget: int,
         sampling: SamplingParams,
         stop_ids: tuple[int, ...],
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+        min_new_tokens: int = 0,
     ) -> None:
-        """Writes a request's row once its prompt is consumed; it has no pending token until ``start`` sampled one."""
+        """Writes a request's row once its prompt is consumed; its first token is still to be sampled.
+
+        prompt: counted here, once, for the repetition penalty. output: tokens of this request that were emitted before, when it
+        is resumed: all but the last are consumed with the prompt, the last one is pending, and no first token is sampled. The
+        round at N consumed tokens is then the one that would have followed without the interruption, words included.
+
+        Raises ValueError for options that need tables which were not allocated.
+        """
+        if self.options is not None:
+            self.options.admit(slot, sampling, prompt, output)
+        elif sampling.shapes_logits or min_new_tokens:
+            raise ValueError("penalties, logit bias and minimum tokens need a table with extended=True")
         row = [0] * INTEGER_COLUMNS
+        row[GENERATED], row[MIN_NEW] = len(output), min_new_tokens
+        if output:
+            row[PENDING] = output[-1]
         row[CONSUMED], row[BUDGET], row[REQUEST], row[EPOCH] = consumed, budget, request, epoch
         row[SEED], row[TOP_K], row[GREEDY] = sampling.seed, sampling.top_k, int(sampling.greedy)
         self.integers[slot] = torch.tensor(row, dtype=torch.int64).to(self.device)
@@ -99,6 +126,8 @@ class RequestTable:
         """Makes a slot neutral again."""
         self.integers[slot] = self.integers[self.spare]
         self.stops[slot] = NO_STOP
+        if self.options is not None:
+            self.options.retire(slot)
 
     def lanes(self, slots: Tensor) -> Lanes:
         """Rows of a round's lanes; terminal requests become dead lanes. slots: [B] int64. Does not change the table."""
@@ -114,8 +143,22 @@ class RequestTable:
             floats=self.floats.index_select(0, effective),
         )
 
+    def shaped(self, lanes: Lanes, logits: Tensor, drafts: Tensor) -> Tensor:
+        """Logits [B, W, V] after penalties, bias and the minimum length, each row at its own prefix; see ``penalties``.
+
+        drafts: [B, W − 1] int64, the verified drafts. Lanes that use no such option keep the values of their logits. Needs the
+        option tables. Changes nothing.
+        """
+        assert self.options is not None
+        return forbid_stops(
+            self.options.penalise(lanes.slots, logits, drafts),
+            stops=self.stops.index_select(0, lanes.slots),
+            emitted=lanes.integers[:, GENERATED],
+            minimum=lanes.integers[:, MIN_NEW],
+        )
+
     def advance(self, lanes: Lanes, *, consumed: Tensor, emitted: Tensor, last: Tensor, finish: Tensor) -> Tensor:
-        """Commits a round: counters once, last emitted token pending. All [B]. Returns the new integer rows [B, 10].
+        """Commits a round: counters once, last emitted token pending. All [B]. Returns the new integer rows [B, 11].
 
         ``consumed`` is the number of inputs consumed (0 when a request samples its first token from its prompt).
         Dead lanes must come with consumed = emitted = 0; they rewrite the spare row with itself.

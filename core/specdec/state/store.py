@@ -8,12 +8,17 @@ allocate nothing that outlives the round and accept repeated spare slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from specdec.declaration import StateField, StateKind, StateLayout
+from specdec.errors import DeclarationError
+
+# kinds whose commit is the same for every plugin: selection, shift, or validity by length and tags
+_COMMITTED_BY_STORE = (StateKind.COLUMNS, StateKind.WINDOW, StateKind.PAGED, StateKind.RING)
 
 
 class StateStore:
@@ -37,6 +42,7 @@ class StateStore:
         self._windows = [f for f in layout.fields if f.kind is StateKind.WINDOW]
         self._committed_rows = {f.name: torch.arange(f.extent, device=device) for f in self._windows}
         self._trash = torch.zeros((), dtype=torch.int64, device=device)
+        self._commits: Counter[str] = Counter()
 
     def _allocate(self, field: StateField) -> Tensor:
         dtype = getattr(torch, field.dtype)
@@ -129,17 +135,135 @@ class StateStore:
         """Counts a broken invariant for lanes where ``broken`` [B] bool holds. A round cannot raise; it ends such requests."""
         self.faults.index_copy_(0, slots, self.faults.index_select(0, slots) + broken)
 
+    def read_row(self, name: str, layer: int, slots: Tensor) -> Tensor:
+        """Values [B, *shape] of a ``row`` field."""
+        return self.tensors[name][layer][:, 0].index_select(0, slots)
+
+    def write_row(self, name: str, slots: Tensor, values: Tensor, layer: int = 0) -> None:
+        """Sets a ``row`` field of one layer; values: [B, *shape]. This is its commit; a field of several layers counts once, when
+        layer 0 is written."""
+        self.tensors[name][layer][:, 0].index_copy_(0, slots, values)
+        self._commits[name] += layer == 0
+
+    def write_rows(self, name: str, slots: Tensor, values: Tensor) -> None:
+        """Sets a ``row`` field of all layers at once; values: [layers, B, *shape]. This is its commit."""
+        self.tensors[name][:, :, 0].index_copy_(1, slots, values)
+        self._commits[name] += 1
+
+    def write_records(self, name: str, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Writes the records of a verification's rows. values: [B, T, *shape], T ≤ horizon."""
+        self.tensors[name][layer][:, : values.shape[1]].index_copy_(0, slots, values)
+
+    def read_records(self, name: str, slots: Tensor) -> Tensor:
+        """Records of all layers, [layers, B, rows, *shape]."""
+        return self.tensors[name].index_select(1, slots)
+
+    def commit_records(self, *names: str) -> None:
+        """Says that these ``records`` were consumed: what they recorded is now part of committed rows."""
+        self._commits.update(names)
+
     def commit(self, slots: Tensor, taken: Tensor) -> None:
         """Selects the state after verification input ``taken − 1``: column for ``columns`` fields, shift for windows.
 
         slots, taken: [B] int64; a lane with taken = 0 keeps its state. Pages and rings need nothing: their validity follows
-        the committed length and the tags.
+        the committed length and the tags. Rows and records are the plugin's to commit.
         """
         before = self.selected.index_select(0, slots)
         self.selected.index_copy_(0, slots, torch.where(taken > 0, taken - 1, before))
         for field in self._windows:
             tensor = self.tensors[field.name].flatten(1, 2)  # [layers, (R + 1) · rows, *shape]
-            rows = field.rows(self.layout.max_draft_tokens)
-            target = (slots * rows).unsqueeze(1) + self._committed_rows[field.name]
-            source = (target + taken.unsqueeze(1)).reshape(-1)
-            tensor.index_copy_(1, target.reshape(-1), tensor.index_select(1, source))
+            target, source = self._window_rows(field, slots, taken)
+            tensor.index_copy_(1, target, tensor.index_select(1, source))
+        self._commits.update(field.name for field in self.layout.fields if field.kind in _COMMITTED_BY_STORE)
+
+    def _window_rows(self, field: StateField, slots: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+        """Flat rows of the committed part, and of what it becomes after ``taken`` inputs; both [B · n]."""
+        first = (slots * field.rows(self.layout.max_draft_tokens)).unsqueeze(1)
+        target = first + self._committed_rows[field.name]
+        return target.reshape(-1), (target + taken.unsqueeze(1)).reshape(-1)
+
+    # --- commit accounting: python, once per traced round ------------------------------------------------------------
+
+    def begin_round(self) -> None:
+        """Starts counting commits."""
+        self._commits.clear()
+
+    def end_round(self) -> None:
+        """Checks that every declared field was committed exactly once since ``begin_round``.
+
+        Raises DeclarationError naming the fields that were not; a plugin that forgets one cannot produce text.
+        """
+        wrong = [f"{field.name} ({self._commits[field.name]} times)" for field in self._miscounted()]
+        if wrong:
+            raise DeclarationError(
+                f"state of the {self.layout.owner}: every declared field must be committed exactly once a round, but "
+                f"{', '.join(wrong)}; commit it in the plugin's commit or absorb, or do not declare it"
+            )
+
+    def _miscounted(self) -> list[StateField]:
+        return [field for field in self.layout.fields if self._commits[field.name] != 1]
+
+    # --- snapshots ---------------------------------------------------------------------------------------------------
+
+    def state_after(self, slots: Tensor, taken: Tensor) -> dict[str, Tensor]:
+        """Committed state of lanes, pages excluded, if ``taken`` inputs of the last verification were consumed.
+
+        slots, taken: [B]; taken = 0 is the committed state as it is. Returns copies [layers, B, …] by field name: one entry for
+        rows and columns, the carried rows for windows, rings whole; records have no committed part. Rows that a plugin commits by
+        replay are returned as they are. Changes nothing.
+        """
+        column = torch.where(taken > 0, taken - 1, self.selected.index_select(0, slots))
+        found = {}
+        for field in self.layout.fields:
+            tensor = self.tensors[field.name]
+            if field.kind is StateKind.ROW:
+                found[field.name] = tensor[:, :, 0].index_select(1, slots)
+            elif field.kind is StateKind.COLUMNS:
+                found[field.name] = tensor.flatten(1, 2).index_select(1, slots * field.extent + column)
+            elif field.kind is StateKind.WINDOW:
+                _, source = self._window_rows(field, slots, taken)
+                rows = tensor.flatten(1, 2).index_select(1, source)
+                found[field.name] = rows.unflatten(1, (slots.shape[0], field.extent))
+            elif field.kind is StateKind.RING:
+                found[field.name] = tensor.index_select(1, slots)
+        return found
+
+    def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Writes a state of one lane (``state_after`` with B = 1) into a slot; pages and ring tags are the caller's.
+
+        Host side, between rounds. Raises KeyError if a field is missing.
+        """
+        for field in self.layout.fields:
+            if field.kind in (StateKind.PAGED, StateKind.RECORDS):
+                continue
+            value = state[field.name][:, 0]
+            tensor = self.tensors[field.name]
+            if field.kind is StateKind.WINDOW:
+                tensor[:, slot, : field.extent] = value
+            elif field.kind is StateKind.RING:
+                tensor[:, slot] = value
+            else:
+                tensor[:, slot, 0] = value
+        self.selected[slot] = 0
+        self.faults[slot] = 0
+
+    def poison(self) -> None:
+        """Overwrites everything that is not committed: unselected columns, window candidates, records, spare slot, trash page.
+
+        Floats become NaN, integers −7. Host side, for tests: nothing that a later round may read may change.
+        """
+        for field in self.layout.fields:
+            tensor = self.tensors[field.name]
+            junk = float("nan") if tensor.is_floating_point() else -7
+            if field.kind is StateKind.PAGED:
+                tensor[:, 0] = junk
+                continue
+            if field.kind is StateKind.COLUMNS:
+                unselected = torch.arange(field.extent, device=self.device) != self.selected.unsqueeze(1)
+                shape = (1, *unselected.shape, *[1] * len(field.shape))
+                tensor.masked_fill_(unselected.view(shape), junk)
+            elif field.kind is StateKind.WINDOW:
+                tensor[:, :, field.extent :] = junk
+            elif field.kind is StateKind.RECORDS:
+                tensor.fill_(junk)
+            tensor[:, self.spare] = junk

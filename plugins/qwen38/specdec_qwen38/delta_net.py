@@ -51,11 +51,13 @@ class DeltaNet:
         )
 
     def __call__(
-        self, m: Tensor, store: StateStore, layer: int, slots: Tensor, column: Tensor, *, prompt: bool
+        self, m: Tensor, store: StateStore, layer: int, slots: Tensor, column: Tensor | None, *, prompt: bool
     ) -> Tensor:
-        """m: [B·T, H] → [B·T, H]. layer: index among delta net layers; column: flat committed column [B].
+        """m: [B·T, H] → [B·T, H]. layer: index among delta net layers; column: flat committed column [B] where the store keeps
+        whole states per row, None where it keeps one live matrix and records.
 
-        A verification writes one state column and one window candidate per row; a prompt chunk (B = 1) writes committed state.
+        A verification writes records (or columns) and window candidates; a prompt chunk (B = 1) and a single row write
+        committed state.
         """
         g = self.geometry
         batch = slots.shape[0]
@@ -77,15 +79,36 @@ class DeltaNet:
         v = mixed[..., 2 * g.key_width :].to(q.dtype).view(batch, rows, key_heads, -1)
         log_decay = (self.rate * F.softplus(a.to(q.dtype) + self.bias)).view(batch, rows, key_heads, group)
         beta = torch.sigmoid(b).to(q.dtype).view(batch, rows, key_heads, group)
-        state = store.read_column("delta_state", layer, column)
+        if column is None:
+            state = store.read_row("delta_state", layer, slots)
+        else:
+            state = store.read_column("delta_state", layer, column)
         if prompt:
             out, last = delta_rule_chunks(state, q, k, v, log_decay, beta)
-            store.write_columns("delta_state", layer, slots, last.unsqueeze(1))
+            self._keep(store, layer, slots, last, column)
         else:
-            out, states = delta_rule_rows(state, q, k, v, log_decay.exp(), beta)
-            store.write_columns("delta_state", layer, slots, states)
+            decay = log_decay.exp()
+            result = delta_rule_rows(state, q, k, v, decay, beta)
+            out = result.outputs
+            if column is not None:
+                store.write_columns("delta_state", layer, slots, torch.stack(result.states, dim=1))
+            elif rows == 1:
+                # nothing can be rejected: the live matrix is updated directly
+                self._keep(store, layer, slots, result.states[0], column)
+            else:
+                store.write_records("delta_corrections", layer, slots, result.corrections)
+                store.write_records("delta_keys", layer, slots, k)
+                store.write_records("delta_decays", layer, slots, decay)
         normed = rms(out.to(m.dtype).reshape(batch * rows, -1, g.linear_value_head_dim), g.rms_norm_eps).to(m.dtype)
         gate = z.reshape(batch * rows, -1, g.linear_value_head_dim).to(q.dtype)
         gate = torch.sigmoid(gate) if g.output_gate_type == "sigmoid" else F.silu(gate)
         gated = ((normed * self.norm).to(q.dtype) * gate).to(m.dtype)
         return F.linear(gated.flatten(1), self.output)
+
+    @staticmethod
+    def _keep(store: StateStore, layer: int, slots: Tensor, state: Tensor, column: Tensor | None) -> None:
+        """Makes ``state`` [B, Hk, G·v, d] the committed one."""
+        if column is None:
+            store.write_row("delta_state", slots, state, layer=layer)
+        else:
+            store.write_columns("delta_state", layer, slots, state.unsqueeze(1))

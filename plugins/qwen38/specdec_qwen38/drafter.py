@@ -12,6 +12,8 @@ fusion, the ``qwen4_exp`` layer for the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +27,7 @@ from specdec.state.store import StateStore
 
 from .hyper_connection import HyperConnection, combine
 from .mixture import load_mixture
-from .sparse_attention import RowPlan, SparseAttention
+from .sparse_attention import RowPlan, SparseAttention, open_group_state
 from .state import drafter_layout
 from .target import QwenTarget
 from .weights import DRAFTER_PREFIX, Weights
@@ -104,17 +106,19 @@ class MtpDrafter:
         self.attention.write(m, plan, 0)
 
     def _set_history(self, slots: Tensor, anchor: Tensor, accepted: Tensor) -> None:
-        """The last interval starts at ``anchor`` and ``accepted`` ≥ 1 of its rows are history: anchor + accepted rows in all."""
-        self.store["anchor"][0].index_copy_(0, slots, anchor.unsqueeze(1))
-        self.store.selected.index_copy_(0, slots, accepted - 1)
-        self.store["rows"][0].index_copy_(0, slots, (anchor + accepted).unsqueeze(1))
+        """The last interval starts at ``anchor`` and ``accepted`` ≥ 1 of its rows are history: anchor + accepted rows in all.
+
+        This is the commit of every draft field.
+        """
+        self.store.write_row("anchor", slots, anchor)
+        self.store.write_row("rows", slots, anchor + accepted)
+        self.store.commit(slots, accepted)
 
     def _check_history(self, slots: Tensor, first: Tensor) -> None:
         """The next row must continue both the absorbed rows and the last interval."""
         store = self.store
-        anchor = store["anchor"][0].index_select(0, slots).view(-1)
-        expected = anchor + store.selected.index_select(0, slots) + 1
-        store.flag(slots, (expected != first) | (store["rows"][0].index_select(0, slots).view(-1) != first))
+        expected = store.read_row("anchor", 0, slots) + store.selected.index_select(0, slots) + 1
+        store.flag(slots, (expected != first) | (store.read_row("rows", 0, slots) != first))
 
     # --- Drafter protocol ------------------------------------------------------------------------------------------
 
@@ -138,20 +142,29 @@ class MtpDrafter:
         for depth, step in zip(range(draft_tokens), plan.steps(self.geometry)):
             residual, logits = self._step(residual, token, step)
             token = proposer.draw(depth, logits)
-        self._set_history(slots, first, torch.ones_like(first))
 
     def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
         """See ``Drafter.absorb``."""
         slots, rows = lanes.slots, tokens.shape[1] - 1
-        steps = self._steps[:rows]
-        valid = steps < (emitted - 1).unsqueeze(1)
-        plan = self._plan(slots, lanes.consumed.unsqueeze(1) + steps, valid)
-        feedback = self.target.feedback_rows(slots, rows).flatten(0, 1)
-        self._absorb_rows(feedback, tokens[:, :rows].clamp(min=0).reshape(-1), plan)
-        # with one emitted token nothing is absorbed and the interval of the proposal pass stays the last one
         absorbed = (emitted - 1).clamp(min=0)
-        anchor = lanes.consumed - (absorbed == 0).to(torch.int64)
-        self._set_history(slots, anchor, absorbed.clamp(min=1))
+        if rows:
+            steps = self._steps[:rows]
+            valid = steps < absorbed.unsqueeze(1)
+            plan = self._plan(slots, lanes.consumed.unsqueeze(1) + steps, valid)
+            feedback = self.target.feedback_rows(slots, rows).flatten(0, 1)
+            self._absorb_rows(feedback, tokens[:, :rows].clamp(min=0).reshape(-1), plan)
+        # with one emitted token nothing is absorbed and the interval that began at row N−1 stays the last one
+        self._set_history(slots, lanes.consumed - (absorbed == 0).to(torch.int64), absorbed.clamp(min=1))
+
+    def snapshot(self, slots: Tensor) -> dict[str, Tensor]:
+        """See ``Drafter.snapshot``."""
+        return self.store.state_after(slots, torch.zeros_like(slots))
+
+    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+        """See ``Drafter.restore``."""
+        rows = max(consumed - 1, 0)
+        changed = open_group_state(state, rows, self.geometry)
+        self.store.restore(slot, {**state, **changed, "rows": torch.full_like(state["rows"], rows)})
 
     def faults(self, slots: Tensor) -> Tensor:
         """See ``Target.faults``."""

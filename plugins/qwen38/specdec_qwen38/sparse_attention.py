@@ -9,7 +9,7 @@ is stable. Source: the ``qwen4_exp`` class of transformers 5.24; ring, tags and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -306,3 +306,18 @@ class SparseAttention:
         mask = counts.view(plan.batch * plan.rows, 1, 1, -1)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
         return out.reshape(plan.batch, plan.rows, -1)
+
+
+def open_group_state(state: Mapping[str, Tensor], rows: int, geometry: Geometry) -> dict[str, Tensor]:
+    """Ring tags and anchor of a state in which exactly ``rows`` positions are history.
+
+    Only the members of the open group stay valid: a later interval reads no other carried key. The next interval starts at
+    ``rows``, as after a prompt.
+    """
+    tags = state["raw_tags"]
+    first = rows - rows % geometry.indexer_compress_ratio
+    kept = (tags >= first) & (tags < rows)
+    return {
+        "raw_tags": torch.where(kept, tags, -1),
+        "anchor": torch.full_like(state["anchor"], rows - 1),
+    }

@@ -70,24 +70,48 @@ def _sparse_attention(geometry: Geometry, layers: int, dtype: str) -> tuple[Stat
     )
 
 
-def target_layout(geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16") -> StateLayout:
-    """State of one target request. dtype: torch dtype name of activations. Pure data; allocates nothing."""
+def _delta_state(geometry: Geometry, columns: int, dtype: str, recurrence: str) -> tuple[StateField, ...]:
+    """The recurrent matrices: one live matrix and records of a verification's rows, or one column per verified row."""
+    heads = geometry.linear_num_key_heads
+    values = geometry.value_width // heads
+    common = {"dtype": _precise(dtype), "layers": len(geometry.linear_layers)}
+    compact = recurrence == "records"
+    matrix = StateField(
+        name="delta_state",
+        kind=StateKind.ROW if compact else StateKind.COLUMNS,
+        shape=(heads, values, geometry.linear_key_head_dim),
+        extent=1 if compact else columns,
+        source="gated delta net matrices [value, key], one per value head, grouped by key head",
+        **common,
+    )
+    if not compact:
+        return (matrix,)
+    records = (
+        ("delta_corrections", (heads, values), "correction vectors β (v − S k) of verified rows"),
+        ("delta_keys", (heads, geometry.linear_key_head_dim), "normalised keys of verified rows"),
+        ("delta_decays", (heads, geometry.linear_num_value_heads // heads), "decays of verified rows"),
+    )
+    return (
+        matrix,
+        *(
+            StateField(name=name, kind=StateKind.RECORDS, shape=shape, extent=columns, source=source, **common)
+            for name, shape, source in records
+        ),
+    )
+
+
+def target_layout(
+    geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16", recurrence: str = "records"
+) -> StateLayout:
+    """State of one target request. dtype: torch dtype name of activations. Pure data; allocates nothing.
+
+    recurrence: "records" keeps one live matrix a layer and small records of each verified row, which commit replays; "columns"
+    keeps a whole matrix per verified row, the reference that the compact form is compared with.
+    """
     columns = max_draft_tokens + 1
     linear, attention = len(geometry.linear_layers), len(geometry.attention_layers)
     fields = [
-        StateField(
-            name="delta_state",
-            kind=StateKind.COLUMNS,
-            shape=(
-                geometry.linear_num_key_heads,
-                geometry.value_width // geometry.linear_num_key_heads,
-                geometry.linear_key_head_dim,
-            ),
-            dtype=_precise(dtype),
-            layers=linear,
-            extent=columns,
-            source="gated delta net matrices [value, key], one per value head, grouped by key head",
-        ),
+        *_delta_state(geometry, columns, dtype, recurrence),
         StateField(
             name="delta_conv",
             kind=StateKind.WINDOW,

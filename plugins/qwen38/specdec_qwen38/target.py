@@ -6,6 +6,8 @@ candidates only, and ``commit`` selects among them. Source: the ``qwen4_exp`` cl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from attrs import frozen
@@ -15,6 +17,7 @@ from specdec.checkpoint.matrices import quantisation_of
 from specdec.checkpoint.reader import Checkpoint
 from specdec.declaration import Recipe
 from specdec.interfaces import Capacities
+from specdec.ops.delta_rule import delta_rule_replay
 from specdec.ops.rope import RopeTable
 from specdec.state.requests import Lanes
 from specdec.state.store import StateStore
@@ -24,9 +27,12 @@ from .geometry import Geometry
 from .hyper_connection import HyperConnection, combine
 from .mixture import Mixture, load_mixture
 from .ngram_embedding import NgramEmbedding
-from .sparse_attention import RowPlan, SparseAttention
+from .sparse_attention import RowPlan, SparseAttention, open_group_state
 from .state import PAGE_TOKENS, target_layout
 from .weights import Weights, head_weight, target_prefix
+
+# what a verified row leaves behind where the recurrence is compact
+RECORDS = ("delta_corrections", "delta_keys", "delta_decays")
 
 
 @frozen(kw_only=True, eq=False)
@@ -57,8 +63,14 @@ class QwenTarget:
     """Target weights and state. Build with ``build``; methods are the core's ``Target`` protocol."""
 
     def __init__(
-        self, checkpoint: Checkpoint, geometry: Geometry, capacities: Capacities, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        geometry: Geometry,
+        capacities: Capacities,
+        device: torch.device,
+        recurrence: str = "records",
     ) -> None:
+        """recurrence: see ``state.target_layout``."""
         dtype = getattr(torch, capacities.dtype)
         weights = Weights(checkpoint, geometry, prefix=target_prefix(checkpoint), dtype=dtype, device=device)
         self.geometry = geometry
@@ -70,12 +82,19 @@ class QwenTarget:
         self.final_mixer = HyperConnection.load(weights.under("hyper_connection_mixer."), injects=False)
         self.layers = [self._load_layer(weights, index) for index in range(geometry.num_hidden_layers)]
         self.store = StateStore(
-            target_layout(geometry, max_draft_tokens=capacities.max_draft_tokens, dtype=capacities.dtype),
+            target_layout(
+                geometry,
+                max_draft_tokens=capacities.max_draft_tokens,
+                dtype=capacities.dtype,
+                recurrence=recurrence,
+            ),
             slots=capacities.slots,
             pages=capacities.pages,
             context=capacities.context,
             device=device,
         )
+        self.compact = recurrence == "records"
+        self._width = 1
         # every position a round may touch: the context plus the widest round that starts at its last token
         self.tokens = -(-(capacities.context + self.store.horizon) // PAGE_TOKENS) * PAGE_TOKENS
         self.rope = RopeTable.build(
@@ -117,7 +136,7 @@ class QwenTarget:
         g, store = self.geometry, self.store
         plan = RowPlan.build(store, g, self.rope, slots=slots, positions=positions, tokens=self.tokens)
         self._move_anchor(slots, positions, prompt=prompt)
-        column = store.column_index(slots, "delta_state")
+        column = None if self.compact else store.column_index(slots, "delta_state")
         streams = F.embedding(tokens.reshape(-1), self.embedding).unsqueeze(1).repeat(1, g.hc_count, 1)
         seen = {"linear_attention": 0, "full_attention": 0, "ngrams": 0}
         for layer, kind in zip(self.layers, g.layer_types, strict=True):
@@ -140,10 +159,9 @@ class QwenTarget:
     def _move_anchor(self, slots: Tensor, positions: Tensor, *, prompt: bool) -> None:
         """The interval must start right after what the previous one got accepted; then it becomes the last interval."""
         store = self.store
-        anchors = store["anchor"][0]
-        expected = anchors.index_select(0, slots).view(-1) + store.selected.index_select(0, slots) + 1
+        expected = store.read_row("anchor", 0, slots) + store.selected.index_select(0, slots) + 1
         store.flag(slots, expected != positions[:, 0])
-        anchors.index_copy_(0, slots, positions[:, -1:] if prompt else positions[:, :1])
+        store.write_row("anchor", slots, positions[:, -1] if prompt else positions[:, 0])
 
     def _keep_tokens(self, tokens: Tensor, slots: Tensor, *, prompt: bool) -> None:
         store = self.store
@@ -174,6 +192,7 @@ class QwenTarget:
     def verify(self, tokens: Tensor, lanes: Lanes) -> Tensor:
         """See ``Target.verify``."""
         batch, width = tokens.shape
+        self._width = width
         positions = lanes.consumed.unsqueeze(1) + self._steps[:width]
         streams, vectors = self._run(tokens, lanes.slots, positions, prompt=False)
         self.store.write_columns("feedback", 0, lanes.slots, streams.view(batch, width, -1))
@@ -181,8 +200,34 @@ class QwenTarget:
         return F.linear(vectors, self.head).view(batch, width, -1)
 
     def commit(self, lanes: Lanes, taken: Tensor) -> None:
-        """See ``Target.commit``. Every field kind here is committed by the store."""
-        self.store.commit(lanes.slots, taken)
+        """See ``Target.commit``. Wide rounds replay the recorded rows; a single row went into the live matrix already."""
+        store, slots = self.store, lanes.slots
+        if self.compact:
+            if self._width > 1:
+                store.write_rows("delta_state", slots, self._replayed(slots, taken))
+            store.commit_records(*RECORDS)
+        store.commit(slots, taken)
+
+    def _replayed(self, slots: Tensor, taken: Tensor) -> Tensor:
+        """Recurrent matrices [layers, B, …] after ``taken`` rows of the last verification."""
+        store = self.store
+        state = store["delta_state"][:, :, 0].index_select(1, slots)
+        corrections, keys, decays = (store.read_records(name, slots) for name in RECORDS)
+        return delta_rule_replay(state, corrections, keys, decays, taken, self._width)
+
+    def snapshot(self, slots: Tensor, taken: Tensor | None = None) -> dict[str, Tensor]:
+        """See ``Target.snapshot``."""
+        between_rounds = taken is None
+        if taken is None:
+            taken = torch.zeros_like(slots)
+        state = self.store.state_after(slots, taken)
+        if self.compact and not between_rounds and self._width > 1:
+            state["delta_state"] = self._replayed(slots, taken)
+        return state
+
+    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+        """See ``Target.restore``."""
+        self.store.restore(slot, {**state, **open_group_state(state, consumed, self.geometry)})
 
     def feedback(self, slots: Tensor) -> Tensor:
         """See ``Target.feedback``."""
