@@ -19,6 +19,7 @@ from specdec.validators import as_tuple, integer, text, tuple_of
 
 __all__ = [
     "DTYPE_BYTES",
+    "REQUEST_OPTIONS",
     "Recipe",
     "SamplingDefaults",
     "StateField",
@@ -33,6 +34,23 @@ __all__ = [
 _RECIPE_NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 _EMBEDDED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[\w.-]+(?:/[\w.-]+)*")
 _CALLABLE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+#: Options of a request by name; a recipe may say that it cannot honour some of them.
+REQUEST_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "greedy",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_new_tokens",
+    "ignore_eos",
+    "logprobs",
+)
 
 #: Fields of a recipe whose number must name its source.
 SOURCED_FIELDS = (
@@ -122,6 +140,8 @@ class Recipe:
         whether rounds take copied continuations in place of learned proposals.
     ``tensor_parallel_sizes``
         world sizes the plugin can prepare.
+    ``unsupported_options``
+        names from ``REQUEST_OPTIONS`` that rounds of this recipe cannot honour; a request that uses one is refused.
     ``target_layout``, ``drafter_layout``, ``target_inventory``, ``drafter_inventory``
         state and stored tensors of the real checkpoint.
     ``embedded_checkpoint``
@@ -157,6 +177,7 @@ class Recipe:
     drafter_inventory: TensorInventory = field(repr=False)
     embedded_checkpoint: str | None = field(default=None)
     inventories: str | None = field(default=None)
+    unsupported_options: tuple[str, ...] = field(default=(), converter=as_tuple, validator=tuple_of(str, empty=True))
     sources: tuple[tuple[str, str], ...] = field(converter=_pairs)
 
     @name.validator
@@ -225,6 +246,14 @@ class Recipe:
     def _inventories_form(self, attribute: object, value: str | None) -> None:
         if value is not None and not _CALLABLE.fullmatch(value):
             raise DeclarationError(f"Recipe {self.name!r}: inventories must look like 'module:function', got {value!r}")
+
+    @unsupported_options.validator
+    def _known_options(self, attribute: object, value: tuple[str, ...]) -> None:
+        unknown = sorted(set(value) - set(REQUEST_OPTIONS))
+        if unknown:
+            raise DeclarationError(
+                f"Recipe {self.name!r}: unsupported_options names {', '.join(unknown)}; known: {', '.join(REQUEST_OPTIONS)}"
+            )
 
     @sources.validator
     def _numbers_have_sources(self, attribute: object, value: tuple[tuple[str, str], ...]) -> None:

@@ -35,6 +35,9 @@ class PreparationConfig:
         token capacities of prompt chunks.
     ``fixed_width``
         the verification width of the fixed policy, or ``None`` for adaptive verification. A policy only: every width is captured.
+    ``extended_sampling``
+        whether requests may use penalties, logit bias, minimum lengths and log-probabilities, which need tables over the vocabulary
+        and a second variant of every round; a round uses it only while a request with such an option runs.
     ``mtp_only``
         leaves out ordinary operations without draft work.
     ``memory_bytes``, ``headroom_bytes``, ``snapshot_bytes``
@@ -53,6 +56,7 @@ class PreparationConfig:
     context: int = 4096
     prefill_tokens: tuple[int, ...] = field(default=(512,), converter=as_tuple)
     fixed_width: int | None = None
+    extended_sampling: bool = False
     mtp_only: bool = False
     memory_bytes: int | None = None
     headroom_bytes: int = 0
@@ -104,6 +108,7 @@ class PreparationConfig:
         prefill_tokens: Iterable[int] = (512,),
         adaptive_verification: bool = True,
         fixed_width: int | None = None,
+        extended_sampling: bool = False,
         mtp_only: bool = False,
         memory_bytes: int | None = None,
         headroom_bytes: int = 0,
@@ -158,6 +163,7 @@ class PreparationConfig:
             context=context,
             prefill_tokens=tuple(prefill_tokens),
             fixed_width=fixed_width,
+            extended_sampling=extended_sampling,
             mtp_only=mtp_only,
             memory_bytes=memory_bytes,
             headroom_bytes=headroom_bytes,

@@ -8,6 +8,7 @@ from qwen_models import prepare, write_random_checkpoint
 from round_driver import Driver
 
 from specdec.declaration import StateKind
+from specdec.errors import DeclarationError
 from specdec.round.completion import Finish
 from specdec.testing.guard import CapturableGuard
 from specdec.testing.scripted import ScriptedDrafter
@@ -226,6 +227,42 @@ def test_round_is_capturable(single, drafts):
         runner.run()
     assert guard.operations > 100
     assert all(c.emitted >= 1 for c in driver._read([0, 1, 2]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_round_that_keeps_a_page_boundary_is_capturable(single, drafts):
+    model = single
+    model.admit(0, list(range(60)), top_k=20, seed=1)
+    driver = Driver(model)
+    driver.start([0])
+    driver.round([0], drafts)
+    runner = driver._rounds[(1, drafts)]
+    runner.staging.write([0], [drafts], driver.number)
+    with CapturableGuard() as guard:
+        runner.run(boundary=True)
+        # what the host reads after the round outlives it on purpose
+        guard.allow(runner.boundary_state)
+    assert set(runner.boundary_state) == {"target", "drafter"}
+
+
+def test_a_field_that_a_plugin_forgets_is_named(single):
+    """State that no commit mentions cannot reach text: the round that would use it raises."""
+    model = single
+    model.admit(0, PROMPTS[0], greedy=True)
+    driver = Driver(model)
+    with torch.inference_mode():
+        driver.start([0])
+        commit, store = model.target.store.commit_records, model.target.store
+        store.commit_records = lambda *names: None
+        try:
+            with pytest.raises(DeclarationError, match=r"delta_keys \(0 times\)"):
+                driver.round([0], 3)
+            store.commit_records = lambda *names: commit(*names, *names)
+            with pytest.raises(DeclarationError, match=r"delta_decays \(2 times\)"):
+                driver.round([0], 3)
+        finally:
+            del store.commit_records
 
 
 @torch.inference_mode()

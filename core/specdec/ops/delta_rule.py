@@ -69,16 +69,16 @@ def delta_rule_replay(
     """
     layers, batch, heads, width, dim = state.shape
     group = decays.shape[-1]
-    current = state.reshape(-1, width, dim)
     lanes = layers * batch * heads
-    for row in range(rows):
-        alpha = decays[:, :, row].reshape(lanes, group, 1)
-        correction = corrections[:, :, row].reshape(lanes, width, 1)
-        key = keys[:, :, row].reshape(lanes, 1, dim)
-        following = (current.view(lanes, group, -1) * alpha).view(lanes, width, dim)
-        following = torch.addcmul(following, correction, key)
-        kept = (taken > row).view(1, batch, 1).expand(layers, batch, heads).reshape(lanes, 1, 1)
-        current = torch.where(kept, following, current)
+    # a row that was not taken becomes the identity, S · 1 + 0 · 0; its record may hold anything
+    kept = (torch.arange(rows, device=taken.device) < taken.unsqueeze(1)).view(1, batch, rows, 1, 1)
+    decays = torch.where(kept, decays[:, :, :rows], 1).unbind(2)
+    corrections = torch.where(kept, corrections[:, :, :rows], 0).unbind(2)
+    keys = torch.where(kept, keys[:, :, :rows], 0).unbind(2)
+    current = state.reshape(lanes, width, dim)
+    for alpha, correction, key in zip(decays, corrections, keys, strict=True):
+        current = (current.view(lanes, group, -1) * alpha.reshape(lanes, group, 1)).view(lanes, width, dim)
+        current = torch.addcmul(current, correction.reshape(lanes, width, 1), key.reshape(lanes, 1, dim))
     return current.view(state.shape)
 
 

@@ -309,7 +309,8 @@ class FirstToken:
         lanes = self.arena.requests.lanes(self.staging.slots)
         target_u, _ = round_uniforms(lanes.integers[:, SEED], lanes.consumed - 1, self.max_draft_tokens)
         logits = self.target.first_logits(lanes.slots).unsqueeze(1)
-        shaped = self.arena.requests.shaped(lanes, logits, lanes.slots.new_empty(self.staging.batch, 0)) if extended else logits
+        no_drafts = lanes.slots.unsqueeze(1)[:, :0]
+        shaped = self.arena.requests.shaped(lanes, logits, no_drafts) if extended else logits
         probs = law(shaped, lanes.law, self.target.vocab_size)
         tokens = sample(probs, target_u[:, :1])
         nothing = torch.zeros_like(lanes.slots)

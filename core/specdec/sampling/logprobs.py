@@ -12,8 +12,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-MAX_LOGPROBS = 20
-"""Alternatives that a request may ask for (OpenAI API reference, `top_logprobs`)."""
+from specdec.sampling.options import MAX_LOGPROBS
 
 
 @frozen(kw_only=True, eq=False)

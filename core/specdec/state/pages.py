@@ -10,6 +10,7 @@ Page 0 is the trash page: dead lanes and masked rows write there, nothing reads 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from specdec.errors import CapacityError
@@ -107,9 +108,9 @@ class PagePool:
     def drop(self, pages: Iterable[int]) -> None:
         """Drops one reference to each page; a page without references is free again."""
         pages = list(pages)
-        for page in pages:
-            if not 0 < page <= self.pages or self._references[page] < pages.count(page):
-                raise ValueError(f"page {page} has {self._references[page]} references; one more was dropped than taken")
+        for page, count in Counter(pages).items():
+            if not 0 < page <= self.pages or self._references[page] < count:
+                raise ValueError(f"page {page} is dropped more often than it was taken; every reference is dropped once")
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:

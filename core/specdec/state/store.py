@@ -154,9 +154,9 @@ class StateStore:
         """Writes the records of a verification's rows. values: [B, T, *shape], T ≤ horizon."""
         self.tensors[name][layer][:, : values.shape[1]].index_copy_(0, slots, values)
 
-    def read_records(self, name: str, slots: Tensor) -> Tensor:
-        """Records of all layers, [layers, B, rows, *shape]."""
-        return self.tensors[name].index_select(1, slots)
+    def read_records(self, name: str, slots: Tensor, rows: int) -> Tensor:
+        """The first ``rows`` records of all layers, [layers, B, rows, *shape]."""
+        return self.tensors[name][:, :, :rows].index_select(1, slots)
 
     def commit_records(self, *names: str) -> None:
         """Says that these ``records`` were consumed: what they recorded is now part of committed rows."""

@@ -212,7 +212,7 @@ class QwenTarget:
         """Recurrent matrices [layers, B, …] after ``taken`` rows of the last verification."""
         store = self.store
         state = store["delta_state"][:, :, 0].index_select(1, slots)
-        corrections, keys, decays = (store.read_records(name, slots) for name in RECORDS)
+        corrections, keys, decays = (store.read_records(name, slots, self._width) for name in RECORDS)
         return delta_rule_replay(state, corrections, keys, decays, taken, self._width)
 
     def snapshot(self, slots: Tensor, taken: Tensor | None = None) -> dict[str, Tensor]:

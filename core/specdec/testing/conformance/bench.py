@@ -1,0 +1,206 @@
+"""A loaded target and drafter on a test bench: admission by hand, rounds of any shape, and rewinding to an earlier image.
+
+Everything is made by the recipe's hooks, as serving makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from specdec.catalog import RoundShape
+from specdec.checkpoint.reader import Checkpoint
+from specdec.declaration import Recipe
+from specdec.interfaces import Capacities, Drafter, Round, Target
+from specdec.recipes import RecipeHooks, recipe_book
+from specdec.round.arena import Arena
+from specdec.sampling.params import SamplingParams
+from specdec.state.requests import GENERATED, PENDING
+from specdec.state.store import StateStore
+
+#: Stop ids a request of the suite may carry.
+STOP_IDS = 8
+
+
+def buffers(holder: object) -> list[Tensor]:
+    """Every tensor that a store or a request table holds, in a fixed order."""
+    found: list[Tensor] = []
+    for value in vars(holder).values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found.extend(item for item in value.values() if isinstance(item, Tensor))
+    return found
+
+
+@frozen(kw_only=True, eq=False)
+class Image:
+    """Copies of all state of a bench."""
+
+    copies: tuple[Tensor, ...]
+
+
+@frozen(kw_only=True, eq=False)
+class Bench:
+    """Target, drafter and arena of one recipe. Slots own interleaved pages, so that no page table is the identity."""
+
+    recipe: Recipe
+    hooks: RecipeHooks
+    target: Target
+    drafter: Drafter
+    arena: Arena
+    capacities: Capacities
+
+    @classmethod
+    def prepare(
+        cls,
+        recipe: str | Recipe,
+        directory: str | Path,
+        *,
+        dtype: str = "float64",
+        slots: int = 4,
+        context: int = 192,
+        device: str = "cpu",
+    ) -> Bench:
+        """Loads a checkpoint folder through the hooks of the recipe's owner.
+
+        Raises CheckpointError or PluginError as they do.
+        """
+        hooks = recipe_book().hooks_for(recipe)
+        record, where = hooks.recipe, torch.device(device)
+        page = record.target_layout.page_tokens
+        capacities = Capacities(
+            slots=slots,
+            context=context,
+            pages=slots * -(-(context + record.max_draft_tokens + 1) // page),
+            max_draft_tokens=record.max_draft_tokens,
+            dtype=dtype,
+            prefill_rows=context,
+        )
+        with Checkpoint.open(directory) as checkpoint, torch.inference_mode():
+            target = hooks.build_target_state(checkpoint=checkpoint, capacities=capacities, device=where)
+            drafter = hooks.load_drafter(checkpoint=checkpoint, target=target, capacities=capacities)
+            arena = Arena(slots=slots, max_draft_tokens=record.max_draft_tokens, stop_ids=STOP_IDS, device=where)
+        return cls(recipe=record, hooks=hooks, target=target, drafter=drafter, arena=arena, capacities=capacities)
+
+    @property
+    def stores(self) -> tuple[StateStore, StateStore]:
+        """State of the target, state of the drafter."""
+        return self.target.store, self.drafter.store
+
+    @property
+    def vocab(self) -> int:
+        """V."""
+        return self.target.vocab_size
+
+    @property
+    def spare(self) -> int:
+        """The slot that dead lanes name."""
+        return self.capacities.slots
+
+    def capture(self, drafts: int, lanes: int, drafter: Drafter | None) -> Round:
+        """The round of ``lanes`` lanes with ``drafts`` drafts, as the plugin's or the core's hook builds it."""
+        shape = RoundShape(batch=lanes, draft_tokens=drafts, verify_width=drafts + 1)
+        return self.hooks.capture_round(target=self.target, drafter=drafter, shape=shape, arena=self.arena)
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        *,
+        budget: int = 64,
+        chunks: Iterable[int] = (),
+        stops: Sequence[int] = (),
+        request: int | None = None,
+        epoch: int = 1,
+        pending: int | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Resets a slot, consumes the prompt in chunks of the given sizes (the last takes the rest) and writes the request's row.
+
+        pending: a first token to take as emitted already, instead of sampling one.
+        """
+        for store in self.stores:
+            store.reset(slot)
+            reach = store.page_table.shape[1]
+            store.set_pages(slot, range(1 + slot, 1 + slot + reach * self.capacities.slots, self.capacities.slots))
+        where = torch.tensor([slot], device=self.arena.device)
+        sizes = iter(chunks)
+        start = 0
+        while start < len(prompt):
+            size = next(sizes, len(prompt) - start)
+            self.consume(where, prompt[start : start + size], start)
+            start += size
+        self.enter(
+            slot, consumed=len(prompt), budget=budget, stops=stops, request=request, epoch=epoch, prompt=prompt, **sampling
+        )
+        if pending is not None:
+            self.arena.requests.integers[slot, PENDING] = pending
+            self.arena.requests.integers[slot, GENERATED] = 1
+
+    def enter(
+        self,
+        slot: int,
+        *,
+        consumed: int,
+        budget: int,
+        stops: Sequence[int] = (),
+        request: int | None = None,
+        epoch: int = 1,
+        prompt: Sequence[int] = (),
+        **sampling: Any,
+    ) -> None:
+        """Writes the row of a request whose prompt is consumed."""
+        self.arena.requests.admit(
+            slot,
+            request=slot + 100 if request is None else request,
+            epoch=epoch,
+            consumed=consumed,
+            budget=budget,
+            sampling=SamplingParams(**sampling),
+            stop_ids=tuple(stops),
+        )
+
+    def consume(self, where: Tensor, chunk: Sequence[int], start: int) -> None:
+        """One prompt chunk through target and drafter: row i of draft history pairs h[i] with token i + 1."""
+        tail = self.target.feedback(where)
+        tokens = torch.tensor(list(chunk), dtype=torch.int64, device=self.arena.device)
+        rows = self.target.prefill(tokens, where, start)
+        if start:
+            self.drafter.prefill(torch.cat([tail, rows[:-1]]), tokens, where, start - 1)
+        elif len(chunk) > 1:
+            self.drafter.prefill(rows[:-1], tokens[1:], where, 0)
+
+    # --- images --------------------------------------------------------------------------------------------------
+
+    def _buffers(self) -> list[Tensor]:
+        holders = (*self.stores, self.arena.requests)
+        return [self.arena.frames, *(tensor for holder in holders for tensor in buffers(holder))]
+
+    def image(self) -> Image:
+        """Copies all state: both stores, page tables, request table, frames."""
+        return Image(copies=tuple(tensor.clone() for tensor in self._buffers()))
+
+    def rewind(self, image: Image) -> None:
+        """Puts an image back."""
+        for tensor, copy in zip(self._buffers(), image.copies, strict=True):
+            tensor.copy_(copy)
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: Any) -> Iterator[Any]:
+    """Gives an object another method for the length of a block. Yields the original."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield original
+    finally:
+        delattr(owner, name)
