@@ -94,8 +94,8 @@ def build_target_state(  # type: ignore[empty-body]
             where weights and state live.
 
     Returns
-        An object with the methods of ``specdec.interfaces.Target``. Its state is allocated from the recipe's
-        ``target_layout``; all its memory is allocated here, because a round may not allocate.
+        An object with the methods of ``specdec.interfaces.Target``. Its state is a
+        ``StateStore`` made from its layout, at the sizes of this checkpoint; all its memory is allocated here, because a round may not allocate.
 
     Raises
         CheckpointError: if a tensor is missing or has another shape or dtype than declared.
@@ -133,8 +133,8 @@ def load_drafter(  # type: ignore[empty-body]
             as for :func:`build_target_state`.
 
     Returns
-        An object with the methods of ``specdec.interfaces.Drafter``. Its state is allocated from the recipe's
-        ``drafter_layout``.
+        An object with the methods of ``specdec.interfaces.Drafter``. Its state is a
+        ``StateStore`` made from its layout.
 
     Raises
         As :func:`build_target_state`.

@@ -50,7 +50,7 @@ class Target(Protocol):
         """Consumes a prompt chunk of one request and commits all of it.
 
         tokens: [T] int64; slot: [1] int64; start: N before the chunk. Returns the chunk's feedback rows [T, D]. Changes the
-        store. May be called with any T ≥ 1 at any start.
+        store. Any 1 ≤ T ≤ ``Capacities.prefill_rows`` at any start.
         """
 
     def first_logits(self, slots: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Target(Protocol):
     def verify(self, tokens: Tensor, lanes: Lanes) -> Tensor:
         """Runs the target on W inputs per lane at positions N … N+W−1; row j sees exactly the candidate prefix up to j.
 
-        tokens: [B, W] int64. Returns logits [B, W, V]. Writes candidates (columns, window candidates, private pages) and
-        changes nothing committed.
+        tokens: [B, W] int64. Returns logits [B, W, V]. Writes candidates (columns, records, window candidates, private pages) and
+        changes nothing committed; with W = 1, where nothing can be rejected, it may update a committed row directly.
         """
 
     def commit(self, lanes: Lanes, taken: Tensor) -> None:

@@ -36,8 +36,8 @@ class PreparationConfig:
     ``fixed_width``
         the verification width of the fixed policy, or ``None`` for adaptive verification. A policy only: every width is captured.
     ``extended_sampling``
-        whether requests may use penalties, logit bias, minimum lengths and log-probabilities, which need tables over the vocabulary
-        and a second variant of every round; a round uses it only while a request with such an option runs.
+        whether requests may use penalties, logit bias, minimum lengths and log-probabilities, which need tables over the
+        vocabulary and a second variant of every round; it runs only while a request with such an option does.
     ``mtp_only``
         leaves out ordinary operations without draft work.
     ``memory_bytes``, ``headroom_bytes``, ``snapshot_bytes``

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from committed_state import assert_same_state, committed_state
 from qwen_models import prepare, write_random_checkpoint
 from round_driver import Driver
 
-from specdec.declaration import StateKind
 from specdec.errors import DeclarationError
 from specdec.round.completion import Finish
 from specdec.testing.guard import CapturableGuard
@@ -108,39 +108,10 @@ def script_for(done: list[int], outputs: list[int], accepted: int, drafts: int) 
     return [token if k < accepted else (token + 1) % 512 for k, token in enumerate(future)]
 
 
-def committed_state(model, slot: int, consumed: int) -> dict[str, torch.Tensor]:
-    """Everything of a slot that later rounds can read, by name."""
-    state = {}
-    for owner, store, rows in (
-        ("target", model.target.store, consumed),
-        ("drafter", model.drafter.store, max(consumed - 1, 0)),
-    ):
-        selected = store.selected[slot]
-        for field in store.layout.fields:
-            tensor = store[field.name]
-            name = f"{owner}.{field.name}"
-            if field.kind is StateKind.PAGED:
-                entries = tensor[:, store.page_table[slot]].flatten(1, 2)
-                state[name] = entries[:, : rows // field.extent]
-            elif field.kind is StateKind.COLUMNS:
-                state[name] = tensor[:, slot, selected]
-            elif field.kind is StateKind.WINDOW:
-                state[name] = tensor[:, slot, : field.extent]
-            elif field.kind is StateKind.RING and field.name == "raw_keys":
-                open_members = torch.arange(rows - rows % 4, rows)
-                state[name] = tensor[:, slot, open_members % field.extent]
-                assert torch.equal(store["raw_tags"][0, slot, open_members % field.extent], open_members)
-        if owner == "drafter":
-            state["drafter.rows"] = store["rows"][0, slot]
-    return state
-
-
 def assert_equals_teacher_forced(reference, model, slot: int, sequence: list[int]) -> None:
     """State after consuming ``sequence`` equals one prompt pass over it."""
     reference.admit(slot, sequence)
-    found = committed_state(model, slot, len(sequence))
-    for name, expected in committed_state(reference, slot, len(sequence)).items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+    assert_same_state(committed_state(model, slot, len(sequence)), committed_state(reference, slot, len(sequence)))
 
 
 @torch.inference_mode()

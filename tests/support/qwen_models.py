@@ -159,28 +159,44 @@ class Prepared:
     capacities: Capacities
 
     def admit(
-        self, slot: int, prompt: list[int], *, budget: int = 64, chunks: tuple[int, ...] = (), stops=(), **sampling
+        self,
+        slot: int,
+        prompt: list[int],
+        *,
+        budget: int = 64,
+        chunks: tuple[int, ...] = (),
+        stops=(),
+        output: tuple[int, ...] = (),
+        min_new_tokens: int = 0,
+        **sampling,
     ):
-        """Resets a slot, reserves its pages, consumes the prompt in the given chunk sizes and writes its request row."""
+        """Resets a slot, reserves its pages, consumes the prompt in the given chunk sizes and writes its request row.
+
+        output: what the request emitted before; all but its last token are consumed with the prompt.
+        """
         for store in (self.target.store, self.drafter.store):
             store.reset(slot)
             reach = store.page_table.shape[1]
             store.set_pages(slot, range(1 + slot * reach, 1 + (slot + 1) * reach))
         where = torch.tensor([slot], device=self.arena.device)
-        start, sizes = 0, list(chunks) or [len(prompt)]
-        while start < len(prompt):
-            size = sizes.pop(0) if sizes else len(prompt) - start
-            chunk = prompt[start : start + size]
+        inputs = [*prompt, *output[:-1]]
+        start, sizes = 0, list(chunks) or [len(inputs)]
+        while start < len(inputs):
+            size = sizes.pop(0) if sizes else len(inputs) - start
+            chunk = inputs[start : start + size]
             self.consume(where, chunk, start)
             start += len(chunk)
         self.arena.requests.admit(
             slot,
             request=slot + 100,
             epoch=1,
-            consumed=len(prompt),
+            consumed=len(inputs),
             budget=budget,
             sampling=SamplingParams(**sampling),
             stop_ids=tuple(stops),
+            prompt=prompt,
+            output=output,
+            min_new_tokens=min_new_tokens,
         )
 
     def consume(self, where: torch.Tensor, chunk: list[int], start: int) -> torch.Tensor:
@@ -207,5 +223,7 @@ def prepare(
         where = torch.device(device)
         target = QwenTarget(checkpoint, Geometry.from_config(checkpoint.config), capacities, where, recurrence)
         drafter = MtpDrafter.load(recipe=RECIPE, checkpoint=checkpoint, target=target, capacities=capacities)
-    arena = Arena(slots=slots, max_draft_tokens=7, stop_ids=4, device=where)
+    arena = Arena(
+        slots=slots, max_draft_tokens=7, stop_ids=4, device=where, extended=True, vocab_size=target.vocab_size
+    )
     return Prepared(target=target, drafter=drafter, arena=arena, capacities=capacities)

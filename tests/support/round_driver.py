@@ -28,12 +28,14 @@ class Driver:
         self.number += 1
         return parsed
 
-    def start(self, slots: list[int]) -> list[Completion]:
+    def start(self, slots: list[int], *, extended: bool = False) -> list[Completion]:
         first = FirstToken(target=self.model.target, drafter=self.drafter, arena=self.model.arena, batch=len(slots))
-        first.submit(slots, self.number)
+        first.submit(slots, self.number, extended=extended)
         return self._read(slots)
 
-    def round(self, slots: list[int], drafts: int, *, lanes: list[int] | None = None) -> list[Completion]:
+    def round(
+        self, slots: list[int], drafts: int, *, lanes: list[int] | None = None, extended: bool = False
+    ) -> list[Completion]:
         """lanes: the lane order, spare slots included; default is the slots alone."""
         order = lanes if lanes is not None else slots
         key = (len(order), drafts)
@@ -46,7 +48,7 @@ class Driver:
                 arena=self.model.arena,
                 max_draft_tokens=7,
             )
-        self._rounds[key].submit(order, [drafts] * len(order), self.number)
+        self._rounds[key].submit(order, [drafts] * len(order), self.number, extended=extended)
         return self._read(slots)
 
     def tokens(self, slot: int) -> list[int]:

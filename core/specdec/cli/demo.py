@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ PROMPT_TOKENS = 160
 def add_parser(subparsers: Any) -> None:
     """Adds ``demo`` to the command line."""
     parser = subparsers.add_parser("demo", description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", default="qwen3.8-flash", help="recipe name")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="recipe name (default: the one that ships a checkpoint)")
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N", help="tokens per request (default: 128)"
     )
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
     from specdec.recipes import recipe_book
 
-    recipe = recipe_book().recipe(args.recipe)
+    book = recipe_book()
+    recipe = book.recipe(args.recipe) if args.recipe else _only_shipped(book.discovery.recipes)
     counts = _counts(args.draft_counts, recipe)
     drafting = preparation(args, recipe, speculative=True, draft_tokens=max(counts))
     ordinary = preparation(args, recipe, speculative=False)
@@ -122,6 +124,17 @@ def _table(arms: list[dict[str, Any]]) -> str:
         for arm in arms
     ]
     return columns([head, *rows])
+
+
+def _only_shipped(recipes: Sequence[Recipe]) -> Recipe:
+    """The recipe to show when none is named."""
+    shipped = [recipe for recipe in recipes if recipe.embedded_checkpoint is not None]
+    if len(shipped) == 1:
+        return shipped[0]
+    if shipped:
+        names = ", ".join(recipe.name for recipe in shipped)
+        raise UsageError(f"several recipes ship a checkpoint; name one of {names}")
+    raise UsageError("no installed recipe ships a checkpoint; install a plugin that does, or name a recipe and --checkpoint DIR")
 
 
 def _counts(text: str, recipe: Recipe) -> list[int]:

@@ -25,6 +25,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="check a checkpoint's headers against a recipe",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("directory", metavar="DIR", help="directory with config.json and safetensors files")
     parser.add_argument(

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 __all__ = [
     "PREFILL_ROWS",
     "add_model_options",
+    "add_request_options",
     "add_sampling_options",
     "checkpoint_basics",
     "context_for",
     "preparation",
     "prepared_model",
     "replace_unwritable",
+    "request_options",
     "sampling_options",
 ]
 
 # Rows of one prompt chunk: small enough that a long prompt shows progress, large enough that chunking costs little.
 PREFILL_ROWS = 128
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # No machine has more to offer, and starting them would take all of its memory.
 MAX_THREADS = 1024
 
@@ -84,6 +87,40 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="key of the random stream (default: 0)")
 
 
+def add_request_options(parser: argparse.ArgumentParser) -> None:
+    """Options of one request beside the sampling law: penalties, biases, where it may end, what it reports."""
+    group = parser.add_argument_group(
+        "request", "Penalties and biases apply before the sampling options, also to --greedy."
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="taken off the logits of tokens in the output, -2 to 2"
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="taken off once for each time a token was emitted, -2 to 2"
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="divides positive logits of tokens in prompt or output, multiplies negative ones, 0.01 to 100",
+    )
+    group.add_argument(
+        "--logit-bias", action="append", metavar="ID:VALUE", help="added to a token's logit, -100 to 100; repeatable"
+    )
+    group.add_argument(
+        "--min-new-tokens", type=int, default=0, metavar="N", help="no end of text before N tokens (default: 0)"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="the checkpoint's end-of-text tokens do not end the output"
+    )
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json, log-probabilities of each token and of the N most probable ones, 0 to 20",
+    )
+
+
 def preparation(
     args: argparse.Namespace, recipe: Recipe, *, speculative: bool, draft_tokens: int | None = None
 ) -> PreparationConfig:
@@ -123,7 +160,11 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
     filters = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     filters = {name: value for name, value in filters.items() if value is not None}
-    options = {**filters, "seed": args.seed}
+    penalties = {name: getattr(args, name, None) for name in _PENALTIES}
+    penalties = {name: value for name, value in penalties.items() if value is not None}
+    if getattr(args, "logit_bias", None):
+        penalties["logit_bias"] = tuple(_bias(text) for text in args.logit_bias)
+    options = {**filters, "seed": args.seed, **penalties}
     for name, value in options.items():
         try:
             SamplingParams(**{name: value})
@@ -135,6 +176,37 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
             f"--greedy takes the most probable token, so {given} would have no effect; drop one of the two"
         )
     return {**options, "greedy": True} if args.greedy else options
+
+
+def request_options(args: argparse.Namespace, recipe: Recipe, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Options of ``Request`` from ``add_request_options``; sampling: what ``sampling_options`` gave, checked with them.
+
+    Raises UsageError if one is out of range, would have no effect, or is none that the recipe can honour.
+    """
+    from specdec.sampling.options import options_in_use, refuse_unsupported
+    from specdec.sampling.params import SamplingParams
+    from specdec.serving.request import Request
+
+    options = {name: getattr(args, name) for name in ("min_new_tokens", "ignore_eos", "logprobs")}
+    for name, value in options.items():
+        try:
+            Request(prompt=(0,), max_new_tokens=args.max_new_tokens, **{name: value})
+        except UsageError as error:
+            raise UsageError(f"{_option(name)}: {error}") from error
+    if args.logprobs is not None and not args.json:
+        raise UsageError(f"--logprobs {args.logprobs} shows with --json only; add --json or drop it")
+    refuse_unsupported(recipe, options_in_use(SamplingParams(**sampling), **options))
+    return options
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, colon, value = text.partition(":")
+    try:
+        if colon:
+            return int(token), float(value)
+    except ValueError:
+        pass
+    raise UsageError(f"--logit-bias is {text!r}; give a token id and a number separated by a colon, like 17:-2.5")
 
 
 def _option(name: str) -> str:

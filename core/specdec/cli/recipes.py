@@ -101,7 +101,7 @@ def _as_text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key.replace('_', ' ')} {_as_text(item)}" for key, item in value.items())
     if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
+        return ", ".join(str(item) for item in value) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -140,6 +140,7 @@ def _details(book: RecipeBook, recipe: Recipe) -> dict[str, Any]:
         "eos_token_ids": list(recipe.eos_token_ids),
         "supports_history_drafts": recipe.supports_history_drafts,
         "tensor_parallel_sizes": list(recipe.tensor_parallel_sizes),
+        "unsupported_options": list(recipe.unsupported_options),
         "target_inventory": _inventory(recipe.target_inventory),
         "drafter_inventory": _inventory(recipe.drafter_inventory),
         "target_layout": _layout(recipe.target_layout),

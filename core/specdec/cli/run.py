@@ -8,18 +8,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.options import (
     PREFILL_ROWS,
     add_model_options,
+    add_request_options,
     add_sampling_options,
     checkpoint_basics,
     context_for,
     preparation,
     prepared_model,
     replace_unwritable,
+    request_options,
     sampling_options,
 )
 from specdec.cli.tables import json_text
@@ -27,7 +30,7 @@ from specdec.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from specdec.serving.model import LoadedModel
-    from specdec.serving.request import Request
+    from specdec.serving.request import Request, TokenLogprobs
     from specdec.serving.statistics import DraftStatistics
 
 __all__ = ["add_parser", "fault_text", "read_prompt", "run", "summary_of", "summary_text"]
@@ -53,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--no-mtp", action="store_true", help="do not prepare the drafter at all")
     add_model_options(parser)
     add_sampling_options(parser)
+    add_request_options(parser)
     parser.add_argument("--json", action="store_true", help="print text and summary as one JSON object instead")
 
 
@@ -93,17 +97,22 @@ def run(args: argparse.Namespace) -> int:
     # no drafts: ordinary decoding, which needs no drafter
     config = preparation(args, recipe, speculative=not args.no_mtp and drafts != 0, draft_tokens=drafts)
     options = sampling_options(args)
+    others = request_options(args, recipe, options)
     text = read_prompt(args)
     tokenizer, limit = checkpoint_basics(args, recipe)
     prompt = tokenizer.encode(text)
     if not prompt:
         raise UsageError("the prompt has no tokens; give at least one character of text")
     replace_unwritable()
-    model = prepared_model(args, recipe, evolve(config, context=context_for(args, len(prompt), limit)))
+    context = context_for(args, len(prompt), limit)
 
+    from specdec.sampling.params import SamplingParams
     from specdec.serving.request import Request
 
-    request = Request(prompt=prompt, sampling=model.defaults.sampling(**options), max_new_tokens=args.max_new_tokens)
+    request = Request(prompt=prompt, sampling=SamplingParams(**options), max_new_tokens=args.max_new_tokens, **others)
+    config = evolve(config, context=context, extended_sampling=request.extended)
+    model = prepared_model(args, recipe, config)
+    request = evolve(request, sampling=model.defaults.sampling(**options))
     return _generate(args, model, request)
 
 
@@ -117,6 +126,7 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     stream = model.tokenizer.stream()
     pieces: list[str] = []
     tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     finish, faults = Finish.NONE, 0
     generator = Generator(model)
     generator.submit(request)
@@ -130,6 +140,7 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
             statistics.add(event.completion, in_round=first_token is not None)
             first_token = first_token or time.perf_counter()
             tokens.extend(event.tokens)
+            logprobs.extend(event.logprobs or ())
             finish, faults = event.finish, event.completion.faults
             piece = stream.push(event.tokens)
             pieces.append(piece)
@@ -147,7 +158,10 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
         "finish": finish.name.lower(),
     }
     if args.json:
-        print(json_text({"text": "".join(pieces), "tokens": tokens, "summary": summary}))
+        data = {"text": "".join(pieces), "tokens": tokens, "summary": summary}
+        if request.logprobs is not None:
+            data["logprobs"] = [_logprobs_data(one) for one in logprobs]
+        print(json_text(data))
     else:
         print(pieces[-1], flush=True)
         print(summary_text(summary), file=sys.stderr)
@@ -155,6 +169,19 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
         print(f"specdec: error: {fault_text(faults)}; the output ends after {len(tokens)} tokens", file=sys.stderr)
         return int(ExitCode.FAILURE)
     return int(ExitCode.OK)
+
+
+def _logprobs_data(one: TokenLogprobs) -> dict[str, Any]:
+    """Plain types for JSON, which has no infinity: a token that the target excludes has null."""
+
+    def number(value: float) -> float | None:
+        return value if isfinite(value) else None
+
+    return {
+        "token": one.token,
+        "logprob": number(one.logprob),
+        "top": [{"token": token, "logprob": number(value)} for token, value in one.top],
+    }
 
 
 def fault_text(faults: int) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.round.completion import METADATA_FIELDS
-from specdec.sampling.logprobs import LogprobFrames
+from specdec.sampling.logprobs import LogprobColumn, LogprobFrames
 from specdec.state.requests import RequestTable
 
 
@@ -14,8 +14,8 @@ class Arena:
     """Buffers shared by all round shapes of one loaded model. Allocation happens at preparation only.
 
     frames: [2 · (R + 1), 16 + W_max] int64, see ``completion``. extended: also hold what penalties, logit bias, minimum length
-    and log-probabilities need, over ``vocab_size`` ids; ``logprobs`` is None without. ``scratch`` returns a view of storage that rounds of the same
-    model reuse: whatever must survive the round belongs to a state store, a frame or the request table.
+    and log-probabilities need, over ``vocab_size`` ids; ``logprobs`` is None without. ``scratch`` returns a view of storage that
+    rounds of the same model reuse: whatever must survive the round belongs to a state store, a frame or the request table.
     """
 
     def __init__(
@@ -64,3 +64,10 @@ class Arena:
         """Records of the given slots as Python integers. Synchronises with the device; called between rounds only."""
         rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64).to(self.device)
         return self.frames.index_select(0, rows).cpu().tolist()
+
+    def read_logprobs(self, frame: int, slots: list[int]) -> list[list[LogprobColumn]]:
+        """Log-probabilities that extended rounds left beside the records of a frame. As ``read_frame``; read it before the next
+        round but one. Raises ValueError if the arena holds none."""
+        if self.logprobs is None:
+            raise ValueError("log-probabilities need an arena with extended=True")
+        return self.logprobs.read(frame, slots)

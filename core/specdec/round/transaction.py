@@ -43,14 +43,15 @@ class ChainProposer:
         # drawing fails only without mass; a stored law of zeros would let the token pass whatever the target thinks of it
         probs[:, 0] += drawn < 0
         token = drawn.clamp(min=0)
-        self.probs[:, depth] = probs
+        self.probs[:, depth] = probs[:, : self.vocab_size]
         self.tokens[:, depth] = token
         return token
 
     def place(self, depth: int, tokens: Tensor) -> None:
-        """See ``Proposer.place``."""
+        """See ``Proposer.place``. An id that is no token has no mass: it will be rejected, and the correction is the target's."""
+        safe = tokens.clamp(0, self.vocab_size - 1)
         self.probs[:, depth] = 0.0
-        self.probs[:, depth].scatter_(1, tokens.clamp(0, self.vocab_size - 1).unsqueeze(1), 1.0)
+        self.probs[:, depth].scatter_(1, safe.unsqueeze(1), (safe == tokens).to(self.probs.dtype).unsqueeze(1))
         self.tokens[:, depth] = tokens
 
 
@@ -60,7 +61,9 @@ class Staging:
     def __init__(self, arena: Arena, batch: int) -> None:
         self.batch = batch
         self.spare = arena.slots
-        self._host = torch.zeros(2 * batch + 2, dtype=torch.int64, pin_memory=arena.device.type == "cuda")
+        # one per frame: the copy of a queued round may still be reading the other
+        pinned = arena.device.type == "cuda"
+        self._hosts = [torch.zeros(2 * batch + 2, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._device = torch.zeros(2 * batch + 2, dtype=torch.int64, device=arena.device)
         self._device[:batch] = self.spare
         self.slots = self._device[:batch]
@@ -72,8 +75,9 @@ class Staging:
         """Fills unused lanes with the spare slot and copies everything at once. Frames alternate with the round number."""
         idle = self.batch - len(slots)
         row = [*slots, *[self.spare] * idle, *ceilings, *[0] * idle, number % 2, number]
-        self._host.copy_(torch.tensor(row, dtype=torch.int64))
-        self._device.copy_(self._host, non_blocking=True)
+        host = self._hosts[number % 2]
+        host.copy_(torch.tensor(row, dtype=torch.int64))
+        self._device.copy_(host, non_blocking=True)
 
 
 class _Settlement:
@@ -105,7 +109,8 @@ class _Settlement:
         faults = self.target.faults(lanes.slots)
         if self.drafter is not None:
             faults = faults + self.drafter.faults(lanes.slots)
-        broken = (missing & (emitted == offered)) | (faults > 0)
+        # a stop id before the missing token ends the request as it would have without drafts
+        broken = (missing & (emitted == offered) & (emitted < until_stop)) | (faults > 0)
         finish = torch.where(emitted == remaining, int(Finish.LENGTH), int(Finish.NONE))
         finish = torch.where(emitted == until_stop, int(Finish.STOP), finish)
         return emitted, torch.where(broken, int(Finish.FAULT), finish)
@@ -231,13 +236,14 @@ class ChainRound:
             )
             drafter.propose(lanes, drafts, proposer)
 
-        # 3 verify (2, copied drafts, has nothing to replace in this round)
-        tokens = torch.cat([lanes.pending.unsqueeze(1), self.draft_tokens], dim=1)
-        logits = target.verify(tokens, lanes)
+        # 3 verify (2, copied drafts, has nothing to replace in this round); an id that is no token will be rejected, but nothing
+        # can be embedded for it
+        inputs = self.draft_tokens.clamp(0, target.vocab_size - 1)
+        logits = target.verify(torch.cat([lanes.pending.unsqueeze(1), inputs], dim=1), lanes)
 
         # 4 law; drafts were drawn without penalties, from the law that was kept for them, which leaves the emitted law exact
-        shaped = self.arena.requests.shaped(lanes, logits, self.draft_tokens) if extended else logits
-        target_probs = law(shaped, params, target.vocab_size)
+        shaped = self.arena.requests.shaped(lanes, logits, inputs) if extended else logits
+        target_probs = law(shaped, params, target.vocab_size)[..., : target.vocab_size]
 
         # 5 accept: a lane's drafts count only up to its ceiling and to what its budget can still emit
         remaining = lanes.integers[:, BUDGET] - lanes.integers[:, GENERATED]
@@ -270,7 +276,6 @@ class ChainRound:
             consumed=emitted,
             finish=finish,
         )
-
 
     @property
     def _stores(self) -> list[StateStore]:

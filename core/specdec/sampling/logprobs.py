@@ -14,6 +14,9 @@ from torch import Tensor
 
 from specdec.sampling.options import MAX_LOGPROBS
 
+LogprobColumn = tuple[float, list[tuple[int, float]]]
+"""One row as the host reads it: the chosen token's log-probability, and (token, log-probability) of the greatest."""
+
 
 @frozen(kw_only=True, eq=False)
 class RankedLogprobs:
@@ -76,9 +79,12 @@ class LogprobFrames:
         self.values[:, :width].index_copy_(0, rows, ranked.values)
         self.tokens[:, :width].index_copy_(0, rows, ranked.tokens)
 
-    def read(self, frame: int, slots: list[int]) -> list[tuple[list[float], list[list[float]], list[list[int]]]]:
-        """(chosen, values, tokens) of each slot, one entry per column. Synchronises; called between rounds only."""
+    def read(self, frame: int, slots: list[int]) -> list[list[LogprobColumn]]:
+        """Columns of each slot. Synchronises with the device; called between rounds only."""
         rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64)
         rows = rows.to(self.chosen.device)
-        parts = [t.index_select(0, rows).cpu().tolist() for t in (self.chosen, self.values, self.tokens)]
-        return list(zip(*parts, strict=True))
+        chosen, values, tokens = (t.index_select(0, rows).tolist() for t in (self.chosen, self.values, self.tokens))
+        return [
+            [(one, list(zip(*top, strict=True))) for one, *top in zip(*columns, strict=True)]
+            for columns in zip(chosen, tokens, values, strict=True)
+        ]

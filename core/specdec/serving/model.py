@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from specdec.catalog import RoundShape, batch_capacities
 from specdec.checkpoint.reader import Checkpoint
@@ -23,6 +23,9 @@ from specdec.recipes import recipe_book
 from specdec.round.arena import Arena
 from specdec.round.transaction import FirstToken
 from specdec.sampling.params import SamplingParams
+from specdec.serving.prefixes import checkpoint_pages
+from specdec.state.pages import PagePool
+from specdec.state.store import StateStore
 
 # Stop ids a request may carry: the checkpoint's and a few of its own.
 STOP_IDS = 8
@@ -134,6 +137,10 @@ def check_model_type(checkpoint: Checkpoint, recipe: Recipe) -> None:
         )
 
 
+def _stores(target: Target, drafter: Drafter | None) -> tuple[StateStore, ...]:
+    return (target.store,) if drafter is None else (target.store, drafter.store)
+
+
 class LoadedModel:
     """Everything a generation loop needs. Build with ``prepare``."""
 
@@ -163,8 +170,17 @@ class LoadedModel:
         self.rounds = rounds
         self.first_tokens = first_tokens
         self.arena = arena
+        # one pool per store, shared by every generator and prefix cache of this model
+        self.pools = tuple(
+            PagePool(pages=store.pages, page_tokens=store.layout.page_tokens) for store in _stores(target, drafter)
+        )
         # numbers of admissions; never used twice, so that no record of a slot's earlier owner is taken for its present one
         self.epochs = count(1)
+
+    @property
+    def stores(self) -> tuple[StateStore, ...]:
+        """The target's state store, and the drafter's if there is one."""
+        return _stores(self.target, self.drafter)
 
     @classmethod
     def prepare(
@@ -211,9 +227,24 @@ class LoadedModel:
             drafter = None
             if config.speculative:
                 drafter = hooks.load_drafter(checkpoint=checkpoint, target=target, capacities=capacities)
-            arena = Arena(slots=slots, max_draft_tokens=recipe.max_draft_tokens, stop_ids=STOP_IDS, device=where)
+            if config.snapshot_bytes:
+                # known only now: the size of a checkpoint follows from the layouts of what was loaded
+                stores = _stores(target, drafter)
+                extra = checkpoint_pages([store.layout for store in stores], config.snapshot_bytes)
+                capacities = evolve(capacities, pages=capacities.pages + extra)
+                for store in stores:
+                    store.resize_pages(capacities.pages)
+            arena = Arena(
+                slots=slots,
+                max_draft_tokens=recipe.max_draft_tokens,
+                stop_ids=STOP_IDS,
+                device=where,
+                extended=config.extended_sampling,
+                vocab_size=target.vocab_size,
+            )
             rounds = {}
-            for shape in cls.shapes(config):
+            # the largest shape first: smaller ones then share its scratch
+            for shape in sorted(cls.shapes(config), key=lambda shape: -shape.target_rows):
                 key = (shape.batch, shape.verify_width)
                 rounds[key] = hooks.capture_round(target=target, drafter=drafter, shape=shape, arena=arena)
             first_tokens = {

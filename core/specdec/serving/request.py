@@ -70,6 +70,11 @@ class Request:
             raise UsageError(f"output holds {len(self.output)} tokens, but {budget}; raise it to resume this request")
 
     @property
+    def inputs(self) -> tuple[int, ...]:
+        """Tokens consumed before the first round: the prompt, and earlier output but for its last token, which is pending."""
+        return self.prompt + self.output[:-1]
+
+    @property
     def options_in_use(self) -> Mapping[str, Any]:
         """Options that change something, by name."""
         return options_in_use(

@@ -110,7 +110,9 @@ class PagePool:
         pages = list(pages)
         for page, count in Counter(pages).items():
             if not 0 < page <= self.pages or self._references[page] < count:
-                raise ValueError(f"page {page} is dropped more often than it was taken; every reference is dropped once")
+                raise ValueError(
+                    f"page {page} is dropped more often than it was taken; every reference is dropped once"
+                )
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:

@@ -13,108 +13,22 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
-from hashlib import blake2b
 from typing import Any
-
-from attrs import define, field, frozen
 
 from specdec.errors import CapacityError
 from specdec.state.pages import PagePool
+from specdec.state.prefix_records import (
+    Claim,
+    Lost,
+    PageCopy,
+    PrefixEntry,
+    PrefixHash,
+    PrefixStatistics,
+    common_prefix,
+)
 
 # Prefixes that were dropped or refused and are remembered by digest, so that the loss can be told from a new prompt.
 REMEMBERED = 4096
-
-
-class Lost(StrEnum):
-    """Why tokens that were seen before had to be consumed again."""
-
-    #: the common prefix goes beyond the last checkpoint in it
-    NO_CHECKPOINT = "no_checkpoint"
-    #: the checkpoint was evicted for the byte budget or for pages of running requests
-    EVICTED = "evicted"
-    #: the checkpoint alone is larger than the byte budget
-    BUDGET = "budget"
-    #: no page was free for the copy of a partly filled one, or beside the copy for the request
-    PAGES = "pages"
-
-
-@define(kw_only=True)
-class PrefixStatistics:
-    """Counts since the cache was made. Lookups are admissions: full_hits + partial_hits + misses = lookups."""
-
-    lookups: int = 0
-    full_hits: int = 0
-    partial_hits: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    lost_tokens: Counter[Lost] = field(factory=Counter)
-    published: int = 0
-    evicted: int = 0
-
-    @property
-    def misses(self) -> int:
-        """Lookups that reused nothing."""
-        return self.lookups - self.full_hits - self.partial_hits
-
-
-class PrefixHash:
-    """Digest of a growing token sequence: BLAKE2b over the ids as 64-bit integers."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._hash = blake2b(digest_size=16)
-
-    def extend(self, tokens: array[int]) -> None:
-        """Adds tokens at the end; each token is hashed once however often a digest is asked for."""
-        self._hash.update(tokens.tobytes())
-        self.length += len(tokens)
-
-    def digest(self) -> bytes:
-        """Digest of everything so far."""
-        return self._hash.digest()
-
-
-@frozen(kw_only=True)
-class PageCopy:
-    """Rows 0 … rows−1 of page ``source`` go to page ``destination`` of pool ``pool``."""
-
-    pool: int
-    source: int
-    destination: int
-    rows: int
-
-
-@frozen(kw_only=True, eq=False)
-class PrefixEntry:
-    """One checkpoint. sequence: tokens of which the first ``length`` are the prefix (one array serves all entries of a request).
-    pages: per pool in order; rows: per pool. state: what the owner of the tensors gave, of ``state_bytes`` bytes."""
-
-    key: bytes
-    sequence: array[int]
-    length: int
-    rows: tuple[int, ...]
-    pages: tuple[tuple[int, ...], ...]
-    state: Any
-    state_bytes: int
-
-    def matches(self, tokens: array[int]) -> bool:
-        """Whether ``tokens`` begins with this prefix; the digest alone is not trusted."""
-        return self.sequence[: self.length] == tokens[: self.length]
-
-
-@frozen(kw_only=True, eq=False)
-class Claim:
-    """Pages of an admitted request. entry: the checkpoint it continues from, or None. copies must be done, and the entry's
-    state restored, before ``PrefixCache.settle``."""
-
-    entry: PrefixEntry | None
-    copies: tuple[PageCopy, ...]
-
-    @property
-    def consumed(self) -> int:
-        """Prompt tokens that need not be consumed again."""
-        return self.entry.length if self.entry else 0
 
 
 class PrefixCache:
@@ -171,8 +85,8 @@ class PrefixCache:
     def claim(self, owner: int, tokens: array[int], reach: int) -> Claim:
         """Gives a new request its pages: shared ones of the longest checkpoint and private ones for ``reach`` tokens in all.
 
-        Evicts entries if pages are short. The copied page and the entry's state stay valid until ``settle``. Raises CapacityError,
-        leaving ``owner`` without pages and the cache as it was, if running requests hold too many pages.
+        Evicts entries if pages are short. The copied page and the entry's state stay valid until ``settle``. Raises
+        CapacityError, leaving ``owner`` without pages and the cache as it was, if running requests hold too many.
         """
         entry, missed = self._search(tokens)
         if entry is not None:
@@ -233,7 +147,7 @@ class PrefixCache:
         if missed is not None and missed[0] > known:
             statistics.lost_tokens[missed[1]] += missed[0] - known
             known = missed[0]
-        common = max((_common(entry, tokens) for entry in self._entries.values()), default=0)
+        common = max((common_prefix(entry, tokens) for entry in self._entries.values()), default=0)
         if common > known:
             statistics.lost_tokens[Lost.NO_CHECKPOINT] += common - known
 
@@ -376,15 +290,3 @@ class PrefixCache:
         self._lengths[length] -= 1
         if not self._lengths[length]:
             del self._lengths[length]
-
-
-def _common(entry: PrefixEntry, tokens: array[int]) -> int:
-    """Length of the common prefix of an entry's tokens and ``tokens``, by bisection."""
-    low, high = 0, min(entry.length, len(tokens))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if entry.sequence[low:middle] == tokens[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -71,6 +71,15 @@ class StateStore:
         self.faults[slot] = 0
         self.page_table[slot] = 0
 
+    def resize_pages(self, pages: int) -> None:
+        """Allocates the paged fields anew for another number of pages; contents are lost. Preparation only: nothing may have been
+        captured or admitted. The old tensors go first, so that both sizes are never held at once."""
+        self.pages = pages
+        for field in self.layout.fields:
+            if field.kind is StateKind.PAGED:
+                del self.tensors[field.name]
+                self.tensors[field.name] = self._allocate(field)
+
     def set_pages(self, slot: int, pages: Iterable[int]) -> None:
         """Writes a slot's page table row; entries past the given pages stay trash."""
         owned = torch.tensor(list(pages), dtype=torch.int64)

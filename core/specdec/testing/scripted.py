@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.interfaces import Drafter, Proposer
 from specdec.state.requests import Lanes
-from specdec.state.store import StateStore
+from specdec.testing.drafters import WrappedDrafter
 
 
 @frozen(kw_only=True, eq=False)
@@ -24,27 +24,23 @@ class _ScriptedProposer:
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         tokens = self.script[:, depth].index_select(0, self.slots)
         self.inner.place(depth, tokens)
-        return tokens
+        # an id that is no token can be proposed, but nothing can be embedded for it
+        return tokens.clamp(0, logits.shape[-1] - 1)
 
     def place(self, depth: int, tokens: Tensor) -> None:
         self.inner.place(depth, tokens)
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(WrappedDrafter):
     """Proposes tokens from a script, one row per slot, instead of drawing from its own logits.
 
     The wrapped drafter does all its work (feedback pair, recursion over the scripted tokens, absorption), so its state is that
-    of a real round in which exactly these drafts were proposed.
+    of a real round in which exactly these drafts were proposed. A script may hold ids outside the vocabulary.
     """
 
     def __init__(self, inner: Drafter, *, slots: int, max_draft_tokens: int) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.script = torch.zeros(slots + 1, max_draft_tokens, dtype=torch.int64, device=inner.store.device)
-
-    @property
-    def store(self) -> StateStore:
-        """State of the wrapped drafter."""
-        return self.inner.store
 
     def write(self, proposals: Mapping[int, Sequence[int]]) -> None:
         """Sets the next round's proposals by slot; missing depths are token 0. Host side, between rounds."""
@@ -52,19 +48,6 @@ class ScriptedDrafter:
         for slot, tokens in proposals.items():
             self.script[slot, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
 
-    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
-        """See ``Drafter.prefill``."""
-        self.inner.prefill(feedback, tokens, slot, start)
-
-    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> None:
-        """See ``Drafter.propose``."""
-        scripted = _ScriptedProposer(inner=proposer, script=self.script, slots=lanes.slots)
-        self.inner.propose(lanes, draft_tokens, scripted)
-
-    def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
-        """See ``Drafter.absorb``."""
-        self.inner.absorb(lanes, tokens, emitted)
-
-    def faults(self, slots: Tensor) -> Tensor:
-        """See ``Drafter.faults``."""
-        return self.inner.faults(slots)
+    def proposer(self, lanes: Lanes, inner: Proposer) -> Proposer:
+        """Answers from the script."""
+        return _ScriptedProposer(inner=inner, script=self.script, slots=lanes.slots)

@@ -65,7 +65,7 @@ class MtpDrafter:
     def load(cls, *, recipe: Recipe, checkpoint: Checkpoint, target: QwenTarget, capacities: Capacities) -> MtpDrafter:
         """Loads ``mtp.*`` and allocates draft state.
 
-        Raises CheckpointError for a missing, misshapen or unknown tensor.
+        Raises CheckpointError for a missing or misshapen tensor, or unknown storage.
         """
         return cls(checkpoint, target, capacities)
 

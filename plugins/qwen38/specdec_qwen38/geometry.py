@@ -183,7 +183,8 @@ class Geometry:
             rows = [self.ple_table_rows(ordinal) for ordinal in range(len(ids))]
             yield "split_ngram_parts", f"a divisor of the table rows {rows}", all(count % parts == 0 for count in rows)
         yield "eos_token_id", f"a token id below vocab_size = {self.vocab_size}", self.eos_token_id < self.vocab_size
-        yield "norm_topk_prob", "true or false", isinstance(self.norm_topk_prob, bool)
+        # the router renormalises always, as every implementation of this architecture does
+        yield "norm_topk_prob", "true", self.norm_topk_prob is True
         yield "output_gate_type", "'sigmoid' or 'silu'", self.output_gate_type in ("sigmoid", "silu")
         yield "mtp_num_hidden_layers", "0 or 1", self.mtp_num_hidden_layers <= 1
 

@@ -37,7 +37,9 @@ def load_mixture(weights: Weights, *, quantised_activations: bool) -> Mixture:
     quantised_activations = quantised_activations and bool(scaled)
     size = 3 * g.num_experts * g.moe_intermediate_size * g.hidden_size * weights.dtype.itemsize
     scales = _common_scales(experts, weights) if quantised_activations else None
-    if size <= DENSE_LIMIT_BYTES and (scales is not None or not quantised_activations):
+    # packed weights in half precision: the per-matrix scale belongs after the float32 product, which the gathered form keeps
+    rounded = experts.storage == "nvfp4" and weights.dtype.itemsize < 4
+    if size <= DENSE_LIMIT_BYTES and not rounded and (scales is not None or not quantised_activations):
         dense = {name: tensor.to(weights.device) for name, tensor in experts.dense(weights.dtype).items()}
         return DenseMixture.from_experts(
             router=router,

@@ -112,7 +112,7 @@ class QwenTarget:
     ) -> QwenTarget:
         """Loads the target and allocates its state.
 
-        Raises CheckpointError for a missing, misshapen or unknown tensor or configuration value.
+        Raises CheckpointError for a missing or misshapen tensor, unknown storage, or a configuration value without an implementation.
         """
         return cls(checkpoint, Geometry.from_config(checkpoint.config), capacities, device)
 
@@ -174,8 +174,10 @@ class QwenTarget:
     # --- Target protocol -------------------------------------------------------------------------------------------
 
     def prefill(self, tokens: Tensor, slot: Tensor, start: int) -> Tensor:
-        """See ``Target.prefill``; rows up to the prefill capacity."""
+        """See ``Target.prefill``."""
         rows = tokens.shape[0]
+        if rows > self._steps.shape[0]:
+            raise ValueError(f"a prompt chunk of {rows} rows; {self._steps.shape[0]} were prepared")
         positions = (self._steps[:rows] + start).unsqueeze(0)
         streams, vectors = self._run(tokens.unsqueeze(0), slot, positions, prompt=True)
         feedback = streams.flatten(1)

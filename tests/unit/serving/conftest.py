@@ -20,9 +20,9 @@ PREFILL_ROWS = 16
 
 
 class Prepare(Protocol):
-    """drafts: None prepares no drafter."""
+    """drafts: None prepares no drafter. extended: with tables for penalties and the like."""
 
-    def __call__(self, *, concurrency: int = 1, drafts: int | None = 7) -> LoadedModel: ...
+    def __call__(self, *, concurrency: int = 1, drafts: int | None = 7, extended: bool = False) -> LoadedModel: ...
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def prepared(directory: Path) -> Prepare:
     recipe = recipe_book().recipe("qwen3.8-flash")
 
     @cache
-    def prepare(*, concurrency: int = 1, drafts: int | None = 7) -> LoadedModel:
+    def prepare(*, concurrency: int = 1, drafts: int | None = 7, extended: bool = False) -> LoadedModel:
         config = PreparationConfig.for_recipe(
             recipe,
             concurrency=concurrency,
@@ -48,6 +48,7 @@ def prepared(directory: Path) -> Prepare:
             max_draft_tokens=drafts,
             context=CONTEXT,
             prefill_tokens=(PREFILL_ROWS,),
+            extended_sampling=extended,
             adaptive_verification=False,
         )
         return LoadedModel.prepare(recipe, config, directory=directory, dtype="float64")

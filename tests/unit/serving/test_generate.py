@@ -50,7 +50,7 @@ def assert_nothing_leaked(generator: Generator) -> None:
     """Every slot and page is free and the request table is as it was before the first request."""
     model = generator.model
     assert sorted(generator._free_slots) == list(range(model.config.concurrency))
-    assert [pool.free for pool in generator._pools] == [model.capacities.pages] * len(generator._pools)
+    assert [pool.free for pool in model.pools] == [model.capacities.pages] * len(model.pools)
     table = model.arena.requests
     assert torch.equal(table.integers, table.integers[table.spare].expand_as(table.integers))
 
@@ -289,11 +289,11 @@ class _Skipped:
     def __init__(self, inner: Any, skips: int) -> None:
         self.inner, self.skips = inner, skips
 
-    def submit(self, *arguments: Any) -> None:
+    def submit(self, *arguments: Any, **variant: Any) -> None:
         if self.skips:
             self.skips -= 1
         else:
-            self.inner.submit(*arguments)
+            self.inner.submit(*arguments, **variant)
 
 
 @pytest.mark.parametrize("runs_before", [0, 1, 2])

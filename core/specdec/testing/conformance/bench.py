@@ -16,12 +16,11 @@ from torch import Tensor
 
 from specdec.catalog import RoundShape
 from specdec.checkpoint.reader import Checkpoint
-from specdec.declaration import Recipe
+from specdec.declaration import Recipe, StateKind
 from specdec.interfaces import Capacities, Drafter, Round, Target
 from specdec.recipes import RecipeHooks, recipe_book
 from specdec.round.arena import Arena
 from specdec.sampling.params import SamplingParams
-from specdec.state.requests import GENERATED, PENDING
 from specdec.state.store import StateStore
 
 #: Stop ids a request of the suite may carry.
@@ -86,7 +85,14 @@ class Bench:
         with Checkpoint.open(directory) as checkpoint, torch.inference_mode():
             target = hooks.build_target_state(checkpoint=checkpoint, capacities=capacities, device=where)
             drafter = hooks.load_drafter(checkpoint=checkpoint, target=target, capacities=capacities)
-            arena = Arena(slots=slots, max_draft_tokens=record.max_draft_tokens, stop_ids=STOP_IDS, device=where)
+            arena = Arena(
+                slots=slots,
+                max_draft_tokens=record.max_draft_tokens,
+                stop_ids=STOP_IDS,
+                device=where,
+                extended=True,
+                vocab_size=target.vocab_size,
+            )
         return cls(recipe=record, hooks=hooks, target=target, drafter=drafter, arena=arena, capacities=capacities)
 
     @property
@@ -118,55 +124,54 @@ class Bench:
         *,
         budget: int = 64,
         chunks: Iterable[int] = (),
-        stops: Sequence[int] = (),
-        request: int | None = None,
-        epoch: int = 1,
-        pending: int | None = None,
-        **sampling: Any,
+        output: Sequence[int] = (),
+        **entry: Any,
     ) -> None:
-        """Resets a slot, consumes the prompt in chunks of the given sizes (the last takes the rest) and writes the request's row.
+        """Resets a slot, consumes the prompt in chunks of the given sizes (the last takes the rest) and writes the
+        request's row.
 
-        pending: a first token to take as emitted already, instead of sampling one.
+        output: tokens to take as emitted already; all but the last are consumed with the prompt, no first token is
+        sampled. entry: as for ``enter``.
         """
         for store in self.stores:
             store.reset(slot)
             reach = store.page_table.shape[1]
             store.set_pages(slot, range(1 + slot, 1 + slot + reach * self.capacities.slots, self.capacities.slots))
         where = torch.tensor([slot], device=self.arena.device)
+        inputs = [*prompt, *output[:-1]]
         sizes = iter(chunks)
         start = 0
-        while start < len(prompt):
-            size = next(sizes, len(prompt) - start)
-            self.consume(where, prompt[start : start + size], start)
+        while start < len(inputs):
+            size = next(sizes, len(inputs) - start)
+            self.consume(where, inputs[start : start + size], start)
             start += size
-        self.enter(
-            slot, consumed=len(prompt), budget=budget, stops=stops, request=request, epoch=epoch, prompt=prompt, **sampling
-        )
-        if pending is not None:
-            self.arena.requests.integers[slot, PENDING] = pending
-            self.arena.requests.integers[slot, GENERATED] = 1
+        self.enter(slot, prompt, budget=budget, output=output, **entry)
 
     def enter(
         self,
         slot: int,
+        prompt: Sequence[int],
         *,
-        consumed: int,
         budget: int,
+        output: Sequence[int] = (),
         stops: Sequence[int] = (),
         request: int | None = None,
         epoch: int = 1,
-        prompt: Sequence[int] = (),
+        min_new_tokens: int = 0,
         **sampling: Any,
     ) -> None:
-        """Writes the row of a request whose prompt is consumed."""
+        """Writes the row of a request whose prompt is consumed. sampling: fields of ``SamplingParams``."""
         self.arena.requests.admit(
             slot,
             request=slot + 100 if request is None else request,
             epoch=epoch,
-            consumed=consumed,
+            consumed=len(prompt) + max(len(output) - 1, 0),
             budget=budget,
             sampling=SamplingParams(**sampling),
             stop_ids=tuple(stops),
+            prompt=prompt,
+            output=output,
+            min_new_tokens=min_new_tokens,
         )
 
     def consume(self, where: Tensor, chunk: Sequence[int], start: int) -> None:
@@ -179,11 +184,20 @@ class Bench:
         elif len(chunk) > 1:
             self.drafter.prefill(rows[:-1], tokens[1:], where, 0)
 
+    def copy_pages(self, source: int, destination: int) -> None:
+        """Gives a slot fresh pages with the contents of another slot's."""
+        for store in self.stores:
+            ours, theirs = store.page_table[destination], store.page_table[source]
+            for field in store.layout.fields:
+                if field.kind is StateKind.PAGED:
+                    tensor = store.tensors[field.name]
+                    tensor[:, ours] = tensor[:, theirs]
+
     # --- images --------------------------------------------------------------------------------------------------
 
     def _buffers(self) -> list[Tensor]:
-        holders = (*self.stores, self.arena.requests)
-        return [self.arena.frames, *(tensor for holder in holders for tensor in buffers(holder))]
+        holders = (*self.stores, self.arena.requests, self.arena.requests.options, self.arena.logprobs)
+        return [self.arena.frames, *(tensor for holder in holders if holder for tensor in buffers(holder))]
 
     def image(self) -> Image:
         """Copies all state: both stores, page tables, request table, frames."""
@@ -198,9 +212,12 @@ class Bench:
 @contextmanager
 def replaced(owner: object, name: str, value: Any) -> Iterator[Any]:
     """Gives an object another method for the length of a block. Yields the original."""
-    original = getattr(owner, name)
+    original, own = getattr(owner, name), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield original
     finally:
-        delattr(owner, name)
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

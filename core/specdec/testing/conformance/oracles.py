@@ -1,7 +1,8 @@
-"""What the suite expects, computed without the code under test: Philox words in plain Python, softmax laws, chi-square.
+"""What the suite expects, computed without the code under test: Philox words in plain Python, softmax laws,
+chi-square.
 
-Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011) for Philox4x32-10; cuRAND's device headers for the
-word order and the mapping to uniforms; Leviathan et al. (2023) for the rule of chain verification.
+Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011) for Philox4x32-10; cuRAND's device
+headers for the word order and the mapping to uniforms; Leviathan et al. (2023) for the rule of chain verification.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def philox_block(seed: int, number: int) -> list[int]:
 
 
 def uniform(seed: int, consumed: int, index: int, *, max_draft_tokens: int, domain: int = TARGET) -> float:
-    """Uniform number ``index`` of the round that starts with ``consumed`` tokens: a function of position, not of history."""
+    """Uniform number ``index`` of the round that starts with ``consumed`` tokens: a function of position, not of
+    history."""
     word = domain * DOMAIN_SPAN + consumed * (max_draft_tokens + 2) + index
     return philox_block(seed, word // 4)[word % 4] * 2.0**-32 + 2.0**-33
 
@@ -61,7 +63,9 @@ def chi_square(outcomes: Sequence[int], law: Tensor) -> float:
     Raises ValueError if fewer than four classes remain: such a law tests nothing.
     """
     expected = (law.to(torch.float64).reshape(-1) / law.sum()) * len(outcomes)
-    observed = torch.bincount(torch.tensor(list(outcomes), dtype=torch.int64), minlength=expected.numel()).to(torch.float64)
+    observed = torch.bincount(torch.tensor(list(outcomes), dtype=torch.int64), minlength=expected.numel()).to(
+        torch.float64
+    )
     if bool((observed[expected == 0] > 0).any()):
         return 0.0
     cells: list[list[float]] = [[0.0, 0.0]]
@@ -84,7 +88,8 @@ def chi_square(outcomes: Sequence[int], law: Tensor) -> float:
 
 
 def joint_law(laws: Mapping[tuple[int, ...], Tensor], depth: int) -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of ``depth`` tokens. laws: [V] by prefix, for every prefix shorter than ``depth``."""
+    """Probability of every continuation of ``depth`` tokens. laws: [V] by prefix, for every prefix shorter than
+    ``depth``."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(depth):
         found = {

@@ -1,0 +1,170 @@
+"""Moves state between the slots of a loaded model and a prefix cache: what a request continues from, what it leaves behind.
+
+The cache (``specdec.state.prefix``) decides; this module does the tensor work that follows from it, between rounds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec.declaration import StateKind, StateLayout
+from specdec.errors import CapacityError
+from specdec.state.pages import PagePool
+from specdec.state.prefix import PrefixCache
+from specdec.state.prefix_records import PageCopy, PrefixHash
+from specdec.state.store import StateStore
+
+if TYPE_CHECKING:
+    from specdec.serving.model import LoadedModel
+
+#: "target" and "drafter" snapshots by field name, as a round's ``boundary_state``.
+Snapshots = Mapping[str, Mapping[str, Tensor]]
+
+
+def page_bytes(layout: StateLayout) -> int:
+    """Bytes of one page over all paged fields and layers."""
+    return layout.bytes(0, 1)
+
+
+def snapshot_bytes(layout: StateLayout) -> int:
+    """Bytes of one request's snapshot, pages excluded: rings and carried window rows whole, one entry of rows and columns."""
+    entries = {StateKind.ROW: 1, StateKind.COLUMNS: 1}
+    return sum(
+        f.layers * f.entry_bytes * entries.get(f.kind, f.extent)
+        for f in layout.fields
+        if f.kind not in (StateKind.PAGED, StateKind.RECORDS)
+    )
+
+
+def checkpoint_pages(layouts: Sequence[StateLayout], budget: int) -> int:
+    """Pages that each pool needs beside those of requests, so that prefix checkpoints can use a budget of ``budget`` bytes.
+
+    One checkpoint per page boundary holds its state and at most two pages of each pool: the full one and the copy of a
+    partly filled one. The pages so provided and the states of that many checkpoints are within the budget together.
+
+    Raises CapacityError if not even a checkpoint of less than a page fits.
+    """
+    pages, states = sum(map(page_bytes, layouts)), sum(map(snapshot_bytes, layouts))
+    if budget < pages + states:
+        raise CapacityError(
+            f"snapshot_bytes is {budget}, but one prefix checkpoint takes {pages + states} bytes (state {states}, a page of "
+            f"each pool {pages}); raise it, or set it to 0 to do without prefix checkpoints"
+        )
+    return 2 * max(budget // (2 * pages + states), 1)
+
+
+def prefix_cache(model: LoadedModel, budget: int | None = None) -> PrefixCache:
+    """An empty cache over the page pools of ``model``. budget: bytes, None takes the configuration's ``snapshot_bytes``.
+
+    Its pages come from the model's pools and are free again when entries are evicted; ``PrefixCache.clear`` drops all.
+    """
+    return PrefixCache(
+        pools=model.pools,
+        page_bytes=[page_bytes(store.layout) for store in model.stores],
+        budget=model.config.snapshot_bytes if budget is None else budget,
+    )
+
+
+class TokenRun:
+    """Tokens of one request, prompt and acknowledged output, and the digest of those already published."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self.tokens = array("q", prompt)
+        self._hash = PrefixHash()
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Adds acknowledged output."""
+        self.tokens.extend(tokens)
+
+    def key(self, length: int) -> bytes:
+        """Digest of the first ``length`` tokens; lengths never decrease from call to call."""
+        self._hash.extend(self.tokens[self._hash.length : length])
+        return self._hash.digest()
+
+
+class PrefixState:
+    """Continues slots from checkpoints and makes checkpoints of slots. Host side, between rounds only."""
+
+    def __init__(self, model: LoadedModel, cache: PrefixCache) -> None:
+        self.model = model
+        self.cache = cache
+
+    @property
+    def _pools(self) -> tuple[PagePool, ...]:
+        return self.cache.pools
+
+    def admit(self, slot: int, run: TokenRun, reach: int) -> int:
+        """Resets a slot, gives it pages for ``reach`` tokens and the state of the longest checkpoint of its prompt.
+
+        Returns how many prompt tokens need not be consumed. Raises CapacityError, leaving the slot without pages, if running
+        requests hold too many.
+        """
+        # whoever had the slot before and was abandoned holds nothing any more
+        self.cache.release(slot)
+        claim = self.cache.claim(slot, run.tokens, reach)
+        try:
+            for store, pool in zip(self.model.stores, self._pools, strict=True):
+                store.reset(slot)
+                store.set_pages(slot, pool.owned(slot))
+            self._copy(claim.copies)
+            if claim.entry is not None:
+                self._restore(slot, claim.entry.state, claim.consumed)
+        except BaseException:
+            self.cache.release(slot)
+            raise
+        finally:
+            self.cache.settle(claim)
+        return claim.consumed
+
+    def _restore(self, slot: int, state: Snapshots, consumed: int) -> None:
+        self.model.target.restore(slot, state["target"], consumed)
+        if self.model.drafter is not None:
+            self.model.drafter.restore(slot, state["drafter"], consumed)
+
+    def publish(
+        self, slot: int, run: TokenRun, length: int, *, boundary: Snapshots | None = None, lane: int = 0
+    ) -> None:
+        """Makes a checkpoint of the first ``length`` tokens of a slot, all of them consumed and acknowledged.
+
+        boundary: snapshots that a round took there, of which ``lane`` is this request's; None takes the slot's committed state,
+        which must then be that of ``length`` consumed tokens.
+        """
+        key = run.key(length)
+        if self.cache.touch(key, run.tokens, length):
+            return
+        state = self._snapshot(slot) if boundary is None else _lane(boundary, lane)
+        size = sum(value.nbytes for part in state.values() for value in part.values())
+        rows = (length, length - 1)[: len(self._pools)]
+        self._copy(self.cache.publish(slot, key, run.tokens, length, rows, state, size))
+
+    def _snapshot(self, slot: int) -> Snapshots:
+        where = torch.tensor([slot], dtype=torch.int64).to(self.model.device)
+        state = {"target": self.model.target.snapshot(where)}
+        if self.model.drafter is not None:
+            state["drafter"] = self.model.drafter.snapshot(where)
+        return state
+
+    def _copy(self, copies: Iterable[PageCopy]) -> None:
+        for copy in copies:
+            copy_rows(self.model.stores[copy.pool], copy.source, copy.destination, copy.rows)
+
+
+def copy_rows(store: StateStore, source: int, destination: int, rows: int) -> None:
+    """Copies the first ``rows`` tokens of a page, complete groups only. What lies behind them belongs to nobody's prefix."""
+    for field in store.layout.fields:
+        if field.kind is StateKind.PAGED:
+            tensor, entries = store[field.name], rows // field.extent
+            tensor[:, destination, :entries] = tensor[:, source, :entries]
+
+
+def _lane(state: Snapshots, lane: int) -> Snapshots:
+    """One lane's part, in storage of its own: the next round may reuse the buffers."""
+    return {
+        owner: {name: value[:, lane : lane + 1].clone() for name, value in part.items()}
+        for owner, part in state.items()
+    }

@@ -1,0 +1,29 @@
+"""Conformance suite: tests that a plugin's own tests inherit by naming its recipe. Needs pytest.
+
+Example::
+
+    from specdec.testing.conformance import RoundConformance
+
+
+    class TestExample(RoundConformance):
+        recipe = "example-1b"
+
+The suite drives real rounds made by the recipe's hooks and compares them with plain decoding and with prompt passes of
+the same model, in float64. Each test names the class of fault that it catches.
+"""
+
+import pytest
+
+# before the modules are imported, so that their assertions explain themselves
+_PARTS = (
+    "base batching bench driver emitted_law greedy history invariants options oracles poisoning randomness states suite "
+    "termination transaction"
+)
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS.split()))
+
+from specdec.testing.conformance.base import Conformance, DraftStep  # noqa: E402
+from specdec.testing.conformance.bench import Bench, replaced  # noqa: E402
+from specdec.testing.conformance.driver import Driver  # noqa: E402
+from specdec.testing.conformance.suite import RoundConformance  # noqa: E402
+
+__all__ = ["Bench", "Conformance", "DraftStep", "Driver", "RoundConformance", "replaced"]

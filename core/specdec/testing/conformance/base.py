@@ -1,0 +1,277 @@
+"""Facts, fixtures and helpers of the suite, and the test that standard tests cannot be weakened in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from specdec.interfaces import Drafter
+from specdec.recipes import recipe_book
+from specdec.serving.model import embedded_checkpoint
+from specdec.testing.conformance.bench import Bench
+from specdec.testing.conformance.driver import Driver
+from specdec.testing.conformance.states import assert_same_state, committed
+from specdec.testing.scripted import ScriptedDrafter
+
+#: Names that the completeness check itself needs; no subclass may replace them.
+_UNTOUCHABLE = ("test_standard_tests_are_not_weakened", "standard_tests")
+
+
+@frozen(kw_only=True, eq=False)
+class DraftStep:
+    """One recursive step of a drafter in one round. residual: what it was conditioned on; output: what the next step
+    gets."""
+
+    residual: Tensor
+    output: Tensor
+
+
+class Conformance:
+    """What a plugin says about itself, and what the tests share. Inherit ``RoundConformance``, not this class.
+
+    Facts, all class attributes:
+
+    ``recipe``
+        name of the recipe.
+    ``draft_lag``
+        rows of draft history missing at N consumed tokens: 1 where row i needs token i + 1, 0 for windows of inputs.
+    ``interval_fields``
+        state fields that describe the last round rather than the committed tokens; a prompt pass leaves other values in them.
+    ``tolerance``
+        relative and absolute difference of float64 states that two ways of computing them may have.
+    ``context``
+        most tokens of one request on the bench; at least 160.
+    """
+
+    recipe: ClassVar[str]
+    draft_lag: ClassVar[int] = 1
+    interval_fields: ClassVar[tuple[str, ...]] = ("anchor",)
+    tolerance: ClassVar[float] = 1e-9
+    context: ClassVar[int] = 192
+    slots: ClassVar[int] = 4
+    budget: ClassVar[int] = 40
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        replaced = [name for name in _UNTOUCHABLE if name in vars(cls)]
+        if replaced:
+            raise TypeError(f"{cls.__name__} replaces {', '.join(replaced)}, which keeps the suite honest; remove it")
+
+    # --- what a plugin may override ----------------------------------------------------------------------------------
+
+    @classmethod
+    def checkpoint(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Folder of a small checkpoint; the one that the plugin ships unless overridden.
+
+        A random one of few layers and a small vocabulary is faster, and its drafter is rarely right by chance.
+        """
+        return embedded_checkpoint(recipe_book().recipe(cls.recipe))
+
+    @classmethod
+    def prepared(cls, bench: Bench) -> Bench:
+        """Every bench of the suite passes through here once; the place to wrap what is under test."""
+        return bench
+
+    @classmethod
+    def draft_steps(cls, bench: Bench) -> AbstractContextManager[list[DraftStep]] | None:
+        """Records the recursive steps of the drafter inside a block, in order; None if the drafter has none."""
+        return None
+
+    # --- parameters and fixtures ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def parameters(cls) -> Mapping[str, Sequence[Any]]:
+        """Values of every argument that standard tests are parametrised with."""
+        widths = recipe_book().recipe(cls.recipe).widths.widths
+        deepest = widths[-1] - 1
+        return {
+            "drafts": [width - 1 for width in widths if width > 1],
+            "any_drafts": [width - 1 for width in widths],
+            "accepted": list(range(deepest + 1)),
+            "sequence": list(width_sequences(widths)),
+            "chunking": ["whole", "ones", "sixteens", "one first", "page minus one", "threes"],
+            "length": [1, 2, 3, 4, 5, 61, 62, 63, 64, 65, 66, 67, 68],
+            "fault_row": [0, deepest // 2],
+        }
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Parametrises by argument name."""
+        for name, values in self.parameters().items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The checkpoint under test."""
+        return cls.checkpoint(tmp_path_factory)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def bench(cls, folder: Path) -> Bench:
+        """Float64, four slots: where rounds run."""
+        return cls.build(folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, folder: Path) -> Bench:
+        """Float64, one slot: whole prompts and plain decoding, never a draft."""
+        return cls.build(folder, slots=1)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def plain(cls, reference: Bench) -> list[list[int]]:
+        """Greedy outputs of the four prompts by plain decoding."""
+        return cls.plain_outputs(reference)
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            yield
+        torch.set_num_threads(threads)
+
+    # --- builders, usable without pytest ---------------------------------------------------------------------------------
+
+    @classmethod
+    @torch.inference_mode()
+    def build(
+        cls, folder: Path, *, slots: int | None = None, context: int | None = None, dtype: str = "float64"
+    ) -> Bench:
+        """A bench on a checkpoint folder, passed through ``prepared``."""
+        bench = Bench.prepare(cls.recipe, folder, dtype=dtype, slots=slots or cls.slots, context=context or cls.context)
+        return cls.prepared(bench)
+
+    @classmethod
+    def prompts(cls, bench: Bench) -> list[list[int]]:
+        """Four prompts: short, over several groups, a single token, just over a page."""
+        page = bench.recipe.target_layout.page_tokens
+        generator = torch.Generator().manual_seed(3)
+        lengths = (7, 13, 1, page + 1)
+        return [torch.randint(0, bench.vocab, (length,), generator=generator).tolist() for length in lengths]
+
+    @classmethod
+    def text(cls, bench: Bench, length: int, seed: int = 17) -> list[int]:
+        """Random token ids."""
+        return torch.randint(0, bench.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    @classmethod
+    @torch.inference_mode()
+    def plain_outputs(cls, reference: Bench) -> list[list[int]]:
+        """See ``plain``."""
+        return [cls.decode(reference, prompt, cls.budget, greedy=True) for prompt in cls.prompts(reference)]
+
+    @classmethod
+    def decode(cls, bench: Bench, prompt: Sequence[int], budget: int, **sampling: Any) -> list[int]:
+        """Plain decoding of one request in slot 0: no drafter, one token a round."""
+        bench.admit(0, prompt, budget=budget, **sampling)
+        driver = cls.driver(bench, drafter=None)
+        driver.start([0])
+        while driver.running([0]):
+            driver.round([0], 0)
+        return driver.tokens(0)
+
+    @classmethod
+    def driver(cls, bench: Bench, **options: Any) -> Driver:
+        """A driver that knows this recipe's facts."""
+        return Driver(bench, draft_lag=cls.draft_lag, **options)
+
+    @classmethod
+    def admit_all(cls, bench: Bench, **admission: Any) -> list[int]:
+        """Admits the four prompts, greedy unless told otherwise; returns their slots."""
+        admission = {"budget": cls.budget, **({} if "seed" in admission else {"greedy": True}), **admission}
+        for slot, prompt in enumerate(cls.prompts(bench)):
+            bench.admit(slot, prompt, **admission)
+        return list(range(cls.slots))
+
+    @classmethod
+    def scripted(cls, bench: Bench, inner: Drafter | None = None) -> ScriptedDrafter:
+        """A drafter whose proposals the test writes."""
+        return ScriptedDrafter(
+            inner or bench.drafter, slots=bench.capacities.slots, max_draft_tokens=bench.recipe.max_draft_tokens
+        )
+
+    # --- checks ----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_state(cls, bench: Bench, reference: Bench, slot: int, sequence: Sequence[int]) -> None:
+        """State of a slot that consumed ``sequence`` equals one prompt pass over it. Raises AssertionError."""
+        reference.admit(0, sequence, greedy=True)
+        for ours, theirs, rows in (
+            (bench.target.store, reference.target.store, len(sequence)),
+            (bench.drafter.store, reference.drafter.store, max(len(sequence) - cls.draft_lag, 0)),
+        ):
+            assert_same_state(
+                committed(ours, slot, rows, cls.interval_fields),
+                committed(theirs, 0, rows, cls.interval_fields),
+                owner=ours.layout.owner,
+                tolerance=cls.tolerance,
+            )
+
+    @classmethod
+    def check_all(
+        cls, bench: Bench, reference: Bench, driver: Driver, slots: Sequence[int], prompts: Sequence[Sequence[int]]
+    ) -> None:
+        """``check_state`` for every slot; prompts by slot."""
+        for slot in slots:
+            cls.check_state(bench, reference, slot, [*prompts[slot], *driver.tokens(slot)[:-1]])
+
+    # --- honesty -----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def standard_tests(cls) -> dict[str, Any]:
+        """Every test of the suite by name, as the suite defines it."""
+        found: dict[str, Any] = {}
+        for owner in cls.__mro__:
+            if owner.__module__.startswith(__package__ or ""):
+                for name, value in vars(owner).items():
+                    if name.startswith("test_"):
+                        found.setdefault(name, value)
+        return found
+
+    def test_standard_tests_are_not_weakened(self) -> None:
+        """A subclass may replace a standard test only with ``@pytest.mark.xfail(reason=...)``, may not remove one and
+        may not run fewer cases of one."""
+        for name, values in Conformance.parameters.__func__(type(self)).items():  # type: ignore[attr-defined]
+            missing = [value for value in values if value not in self.parameters().get(name, ())]
+            assert not missing, f"cases of {name} are missing: {missing}"
+        for name, standard in self.standard_tests().items():
+            present = getattr(type(self), name, None)
+            assert callable(present), f"{name} was removed; override it with @pytest.mark.xfail(reason=...) instead"
+            if present is standard:
+                marks = [mark.name for mark in getattr(standard, "pytestmark", ())]
+                assert "skip" not in marks and "skipif" not in marks, f"{name} is skipped"
+                continue
+            reasons = [mark.kwargs.get("reason") for mark in getattr(present, "pytestmark", ()) if mark.name == "xfail"]
+            assert any(reasons), f"{name} was overridden without @pytest.mark.xfail(reason=...)"
+
+
+def width_sequences(widths: Sequence[int]) -> dict[str, list[int]]:
+    """Draft counts of consecutive rounds by name, from a recipe's widths."""
+    drafts = [width - 1 for width in widths]
+    deepest, middle = drafts[-1], drafts[len(drafts) // 2]
+    generator = torch.Generator().manual_seed(29)
+    draws = torch.randint(0, len(drafts), (200,), generator=generator).tolist()
+    return {
+        "widest, one, widest": [deepest, 0] * 60,
+        "one, widest": [0, deepest] * 60,
+        "middle, one, next": [middle, 0, drafts[max(len(drafts) // 2 - 1, 0)]] * 60,
+        "growing": drafts * 60,
+        "shrinking": drafts[::-1] * 60,
+        "random": [drafts[index] for index in draws],
+    }
+
+
+def next_tokens(output: Sequence[int], done: int, count: int, vocab: int, right: int) -> list[int]:
+    """Drafts of which exactly the first ``right`` are what plain decoding emits after ``done`` tokens."""
+    future = list(output[done : done + count])
+    future += [0] * (count - len(future))
+    return [token if depth < right else (token + 1) % vocab for depth, token in enumerate(future)]

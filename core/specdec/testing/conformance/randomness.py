@@ -1,0 +1,178 @@
+"""Random words are a function of seed, domain and committed position; everything sampled follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.testing.conformance.base import Conformance
+from specdec.testing.conformance.bench import Bench
+from specdec.testing.conformance.oracles import DRAFT, TARGET, drawn_by, softmax, uniform
+from specdec.testing.drafters import RecordingDrafter
+
+#: Filters that leave a few tokens, so that a drafter of any quality is right sometimes.
+FEW: dict[str, Any] = {"temperature": 1.5, "top_k": 4}
+
+
+class RandomnessConformance(Conformance):
+    """Lanes, batches, widths and abandoned rounds leave no mark on what a seed gives."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def narrow(cls, folder: Path) -> Bench:
+        """bfloat16, one slot."""
+        return cls.build(folder, slots=1, dtype="bfloat16")
+
+    def _sample(
+        self, bench: Bench, layout: Sequence[int | None], slots: Sequence[int], drafts: int, budget: int = 16
+    ) -> dict[int, list[int]]:
+        """Tokens by request. layout: lane order as request numbers, None for a dead lane; slots: of the requests in
+        lane order."""
+        live = [request for request in layout if request is not None]
+        prompts = self.prompts(bench)
+        for request, slot in zip(live, slots, strict=True):
+            bench.admit(slot, prompts[request], budget=budget, seed=1000 + request, request=request, **FEW)
+        driver = self.driver(bench)
+        driver.start(list(slots))
+        order = iter(slots)
+        lanes = [bench.spare if request is None else next(order) for request in layout]
+        while driver.running(slots):
+            driver.round(list(slots), drafts, lanes=lanes)
+        return {request: driver.tokens(slot) for request, slot in zip(live, slots, strict=True)}
+
+    def test_same_seed_gives_same_tokens_anywhere(self, bench: Bench, any_drafts: int) -> None:
+        """Fault classes: global RNG in the acceptance path; draft draws outside the request's stream; indexing copy
+        instead of view. A seeded request alone, in every lane, in any slot, with neighbours and with dead lanes."""
+        alone = {request: self._sample(bench, [request], [0], any_drafts)[request] for request in range(4)}
+        assert self._sample(bench, [2], [0], any_drafts)[2] == alone[2]
+        for layout, slots in (
+            ([0, 1, 2, 3], [0, 1, 2, 3]),
+            ([3, 2, 1, 0], [0, 1, 2, 3]),
+            ([2, None, 0, None], [3, 1]),
+            ([None, 1], [2]),
+            ([1, 3, 0], [3, 0, 2]),
+        ):
+            for request, tokens in self._sample(bench, layout, slots, any_drafts).items():
+                assert tokens == alone[request], f"request {request} in lanes {layout}, slots {slots}"
+
+    def test_different_seeds_give_different_tokens(self, bench: Bench) -> None:
+        """Fault class: seed ignored. The control of the test above."""
+        prompt = self.prompts(bench)[1]
+        outputs = set()
+        for seed in (0, 1, 1 << 33, (1 << 63) - 1):
+            bench.admit(0, prompt, budget=16, seed=seed, temperature=2.0)
+            driver = self.driver(bench)
+            driver.start([0])
+            while driver.running([0]):
+                driver.round([0], bench.recipe.default_draft_tokens)
+            outputs.add(tuple(driver.tokens(0)))
+        assert len(outputs) == 4
+
+    def test_every_draw_uses_the_words_of_its_position(self, bench: Bench, reference: Bench, any_drafts: int) -> None:
+        """Fault classes: RNG advanced by drafts, not by committed tokens; draft and target streams not
+        separate; verification rows shifted; stored law is not the drawn one. Each draft, accept test, corrected and
+        bonus token of a run is recomputed from Philox words at N · (K_max + 2) of its domain and from laws of prompt
+        passes."""
+        prompt, seed, deepest = self.prompts(bench)[0], 77, bench.recipe.max_draft_tokens
+        bench.admit(0, prompt, budget=24, seed=seed, **FEW)
+        recorder = RecordingDrafter(bench.drafter)
+        driver = self.driver(bench, drafter=recorder)
+
+        def law_after(tokens: Sequence[int]) -> Tensor:
+            reference.admit(0, [*prompt, *tokens], greedy=True)
+            return softmax(reference.target.first_logits(torch.tensor([0]))[0], **FEW)
+
+        def word(consumed: int, index: int, domain: int = TARGET) -> float:
+            return uniform(seed, consumed, index, max_draft_tokens=deepest, domain=domain)
+
+        first = driver.start([0])[0].tokens[0]
+        assert drawn_by(law_after([]), word(len(prompt) - 1, 0), first), "the first token is the draw of position N − 1"
+        while driver.running([0]):
+            done, consumed = driver.tokens(0), driver.consumed(0)
+            record = driver.round([0], any_drafts)[0]
+            drafted = recorder.tokens(0) if any_drafts else []
+            emitted, accepted = list(record.tokens), 0
+            q = softmax(recorder.logits(0), **FEW) if any_drafts else torch.empty(0)
+            for depth, token in enumerate(drafted):
+                assert drawn_by(q[depth], word(consumed, depth, DRAFT), token), f"draft {depth} at N = {consumed}"
+            close = False
+            for depth, token in enumerate(drafted[: record.offered]):
+                p, u = law_after([*done, *drafted[:depth]]), word(consumed, depth)
+                margin = float(p[token] - u * q[depth][token])
+                close = abs(margin) < 1e-6
+                if close or margin < 0:
+                    break
+                accepted += 1
+            if close:
+                continue
+            assert record.accepted == accepted, (
+                f"accepted {record.accepted}, the words say {accepted} at N = {consumed}"
+            )
+            assert emitted[:accepted] == drafted[: len(emitted[:accepted])]
+            if len(emitted) > accepted:
+                p, rejected = law_after([*done, *drafted[:accepted]]), accepted < record.offered
+                weights = (p - q[accepted]).clamp(min=0) if rejected else p
+                u = word(consumed, record.offered + rejected)
+                assert drawn_by(weights, u, emitted[accepted], slack=1e-4), f"last token at N = {consumed}"
+
+    def test_the_kept_law_is_the_drawn_one(self, narrow: Bench) -> None:
+        """Fault class: dtype mismatch between draw and q. A bfloat16 model: every draft is the draw of its words from the
+        law that was kept for it, and that law is the one of the drafter's own logits."""
+        prompt, seed, deepest = self.prompts(narrow)[0], 31, narrow.recipe.max_draft_tokens
+        narrow.admit(0, prompt, budget=40, seed=seed, temperature=1.5)
+        recorder = RecordingDrafter(narrow.drafter)
+        driver = self.driver(narrow, drafter=recorder)
+        driver.start([0])
+        drawn = 0
+        while driver.running([0]):
+            consumed = driver.consumed(0)
+            driver.round([0], deepest)
+            for proposal in recorder.seen:
+                u = uniform(seed, consumed, proposal.depth, max_draft_tokens=deepest, domain=DRAFT)
+                law = softmax(proposal.logits[0], temperature=1.5)
+                assert drawn_by(law, u, int(proposal.tokens[0])), f"draft {proposal.depth} at N = {consumed}"
+                if proposal.law is not None:
+                    torch.testing.assert_close(proposal.law[0].double(), law, rtol=1e-5, atol=1e-7)
+                drawn += 1
+        assert drawn >= deepest
+
+    def test_continuation_depends_on_position_only(self, bench: Bench, drafts: int) -> None:
+        """Fault class: RNG advanced by drafts, not by committed tokens. A request in the middle of its output and another
+        one that was admitted with the same tokens as its prompt continue alike."""
+        prompt = self.prompts(bench)[1]
+        bench.admit(0, prompt, budget=60, seed=5, **FEW)
+        driver = self.driver(bench)
+        driver.start([0])
+        for width in (drafts, 0, drafts):
+            driver.round([0], width)
+        done = driver.tokens(0)
+        bench.admit(3, [*prompt, *done[:-1]], budget=60, seed=5, output=done[-1:], **FEW)
+        driver.open([3])
+        for width in (drafts, 0, drafts, drafts):
+            driver.round([3, 0], width)
+        assert driver.tokens(0)[len(done) :] == driver.tokens(3)
+
+    def test_abandoned_rounds_leave_no_mark(self, bench: Bench, drafts: int) -> None:
+        """Fault class: RNG already moved for tokens never shown. A round that is run and thrown away changes nothing
+        of the next."""
+        slots = self.admit_all(bench, seed=9, **FEW)
+        driver = self.driver(bench)
+        driver.start(slots)
+        image, number = bench.image(), driver.number
+        driver.round(slots, drafts)
+        bench.rewind(image)
+        outputs = []
+        for _ in range(2):
+            bench.rewind(image)
+            again = self.driver(bench)
+            again.open(slots)
+            again.number = number
+            for _ in range(4):
+                again.round(slots, drafts)
+            outputs.append([again.tokens(slot) for slot in slots])
+        assert outputs[0] == outputs[1]

@@ -1,0 +1,146 @@
+"""Every class of fault that others have reported has a test that fails on it. A name without a path is a standard test of the
+conformance suite, whose docstring then names the class."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from qwen_conformance import QwenConformance
+
+from specdec.testing.conformance import RoundConformance
+
+ROOT = Path(__file__).parents[2]
+
+#: Class of fault → tests, by section.
+FAULTS: dict[str, dict[str, list[str]]] = {
+    "state transactions": {
+        "recurrent state not rolled back after rejection": [
+            "test_state_after_every_round",
+            "test_state_after_every_accepted_count",
+        ],
+        "early return in one commit path skips a second kind of state": [
+            "test_state_after_every_accepted_count",
+            "tests/conformance/test_qwen_round.py::test_a_field_that_a_plugin_forgets_is_named",
+        ],
+        "rejected tokens leave traces in recurrent memory": ["test_right_and_wrong_rounds_alternate"],
+        "empty draft treated as a draft": ["test_empty_drafts_are_ordinary_rounds"],
+        "convolution window too short to hold candidates plus rollback": [
+            "test_state_after_every_accepted_count",
+            "tests/unit/declaration/test_layout.py::test_extent_must_hold_history_and_a_round",
+        ],
+        "optimistic host mirror used as committed history": ["test_state_of_plain_rounds", "test_two_rounds_in_flight"],
+    },
+    "draft history": {
+        "wrong hidden source after the first draft step": ["test_later_drafts_read_the_drafters_own_output"],
+        "hidden carried to the next step lacks the shared norm": [
+            "test_later_drafts_read_the_drafters_own_output",
+            "tests/oracle/test_qwen_mtp.py::test_recursive_rows_follow_the_multi_stream_residual",
+        ],
+        "store before read at chunk boundary": ["test_prompt_chunkings_leave_the_same_state"],
+        "scratch aliasing / lifetime": ["test_poison_between_rounds_changes_nothing"],
+        "number of drafted rows not tracked, wrong feedback row after partial accept": [
+            "test_feedback_is_the_row_of_the_last_consumed_token"
+        ],
+        "stale draft buffer on a skipped path": ["test_context_end"],
+    },
+    "termination": {
+        "stop check sees only the last committed token": ["test_stop_id_at_every_offset"],
+        "presentation clipped, transaction not": [
+            "test_stop_id_at_every_offset",
+            "tests/conformance/test_prefix_publication.py::"
+            "test_b19_request_that_ends_inside_an_accepted_run_publishes_what_it_consumed",
+        ],
+    },
+    "penalties": {
+        "per-round instead of per-token bookkeeping": [
+            "test_penalties_count_every_emitted_token_once",
+            "test_minimum_length_counts_tokens",
+        ],
+        "shallow copy of mutable state": ["test_penalties_count_every_emitted_token_once"],
+    },
+    "sampling law": {
+        "dtype mismatch between draw and q": ["test_the_kept_law_is_the_drawn_one"],
+        "temperature not passed to the proposal law": ["test_point_mass_drafts_keep_the_law"],
+        "filter missing on verified rows": ["test_emitted_law_with_good_drafts"],
+        "padded proposals with invented probabilities; shared fixed K": ["test_lanes_with_their_own_ceilings"],
+        "verification rows shifted by one": ["test_wrong_drafts_are_never_accepted"],
+        "missing verification, or different arithmetic at width 1 and width W": ["test_greedy_equals_plain_decoding"],
+    },
+    "randomness": {
+        "global RNG in the acceptance path": ["test_same_seed_gives_same_tokens_anywhere"],
+        "draft draws outside the request's stream": ["test_same_seed_gives_same_tokens_anywhere"],
+        "indexing copy instead of view": ["test_same_seed_gives_same_tokens_anywhere"],
+        "RNG advanced by drafts, not by committed tokens": [
+            "test_every_draw_uses_the_words_of_its_position",
+            "test_continuation_depends_on_position_only",
+        ],
+    },
+    "capture and batching": {
+        "padding metadata not neutralised": [
+            "test_live_and_dead_lanes_at_every_position",
+            "test_finished_requests_do_nothing",
+        ],
+        "off-by-one in capacity": [
+            "test_context_end",
+            "tests/unit/state/test_pages.py::test_shortage_names_the_numbers_and_changes_nothing",
+        ],
+        "per-width metadata layout differs": ["test_width_sequences_equal_plain_decoding"],
+    },
+    "prefixes": {
+        "recurrent state and draft history restored at different lengths": [
+            "test_snapshots_continue_elsewhere",
+            "test_state_at_a_crossed_page_boundary",
+            "tests/conformance/test_prefix.py::test_b44_prompts_that_share_prefixes_around_a_block",
+        ],
+        "draft features missing for cached tokens": [
+            "test_proposals_depend_on_committed_tokens_only",
+            "tests/conformance/test_prefix.py::test_b48_equal_prompts_get_equal_proposals_with_the_cache_on_and_off",
+        ],
+    },
+    "logprobs and metrics": {
+        "logprobs not read from verify rows": ["test_logprobs_are_those_of_the_deciding_rows"],
+        "buffer reused before its last reader": [
+            "test_prompt_chunkings_leave_the_same_state",
+            "test_poison_leaves_proposals_as_they_are",
+        ],
+        "pending token counted as draft": ["test_state_of_plain_rounds"],
+    },
+    "lifecycle": {
+        "late completion applied to a reset request": [
+            "test_late_records_are_recognised",
+            "tests/unit/serving/test_generate.py::test_late_records_are_dropped",
+        ],
+        "accounting assumes at least one emitted token": ["test_two_rounds_in_flight"],
+        "row index used as identity": [
+            "test_live_and_dead_lanes_at_every_position",
+            "test_late_records_are_recognised",
+        ],
+        "draft limit not enforced per request": ["test_context_end"],
+        "padding rows treated as tokens": [
+            "test_ids_outside_the_vocabulary_are_rejected",
+            "test_padded_vocabulary_is_never_proposed",
+        ],
+        "drafter state crosses request boundaries": ["test_a_slot_forgets_its_earlier_owner"],
+    },
+}
+
+
+class Suite(QwenConformance, RoundConformance):
+    """Never collected; its name has no ``Test``."""
+
+
+CASES = [(fault, test) for section in FAULTS.values() for fault, tests in section.items() for test in tests]
+
+
+@pytest.mark.parametrize(("fault", "test"), CASES)
+def test_the_named_test_exists_and_names_its_class(fault: str, test: str) -> None:
+    path, _, name = test.rpartition("::")
+    if not path:
+        documentation = " ".join((Suite.standard_tests()[name].__doc__ or "").split())
+        assert fault.lower() in documentation.lower(), f"{name} does not say that it catches: {fault}"
+        return
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert name in names, f"{path} has no test {name}"

@@ -1,0 +1,45 @@
+"""What the conformance suite must know about Qwen3.8-Flash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from qwen_models import write_random_checkpoint
+
+from specdec.testing.conformance import Bench, Conformance, DraftStep, replaced
+from specdec_qwen38.geometry import TINY
+
+#: Four layers with every feature; few token ids, so that a random drafter is right sometimes and laws can be counted.
+GEOMETRY = evolve(TINY, vocab_size=24, eos_token_id=23)
+#: Weights whose greedy outputs do not repeat themselves.
+SEED = 5
+
+
+class QwenConformance(Conformance):
+    """Facts of the recipe."""
+
+    recipe = "qwen3.8-flash"
+
+    @classmethod
+    def checkpoint(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_random_checkpoint(tmp_path_factory.mktemp("qwen38"), SEED, GEOMETRY)
+
+    @classmethod
+    @contextmanager
+    def draft_steps(cls, bench: Bench) -> Iterator[list[DraftStep]]:
+        drafter: Any = bench.drafter
+        steps: list[DraftStep] = []
+        step = drafter._step
+
+        def recorded(residual: Any, tokens: Any, plan: Any) -> Any:
+            output, logits = step(residual, tokens, plan)
+            steps.append(DraftStep(residual=residual.clone(), output=output.clone()))
+            return output, logits
+
+        with replaced(drafter, "_step", recorded):
+            yield steps

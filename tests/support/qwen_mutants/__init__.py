@@ -1,0 +1,8 @@
+"""Deliberate faults of the Qwen target and drafter, of state stores and of rounds, each with the standard test that must notice
+it. Importing this package fills ``MUTANTS``."""
+
+from mutants import MUTANTS
+
+from qwen_mutants import draft_history, lanes_and_ends, options, sampling, target_state
+
+__all__ = ["MUTANTS", "draft_history", "lanes_and_ends", "options", "sampling", "target_state"]
