@@ -95,7 +95,8 @@ def build_target_state(  # type: ignore[empty-body]
 
     Returns
         An object with the methods of ``specdec.interfaces.Target``. Its state is a
-        ``StateStore`` made from its layout, at the sizes of this checkpoint; all its memory is allocated here, because a round may not allocate.
+        ``StateStore`` made from its layout, at the sizes of this checkpoint; all its memory is allocated here, because a
+        round may not allocate.
 
     Raises
         CheckpointError: if a tensor is missing or has another shape or dtype than declared.

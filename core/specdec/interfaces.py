@@ -137,8 +137,9 @@ class Drafter(Protocol):
 class Round(Protocol):
     """One captured or eager round of one shape."""
 
-    boundary_state: Mapping[str, Mapping[str, Tensor]]
-    """After a round with ``boundary``: "target" and "drafter" snapshots at the next multiple of the page size."""
+    @property
+    def boundary_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """After a round with ``boundary``: "target" and "drafter" snapshots at the next multiple of the page size."""
 
     def submit(
         self,

@@ -10,8 +10,10 @@ from round_driver import Driver
 
 from specdec.errors import DeclarationError
 from specdec.round.completion import Finish
+from specdec.round.transaction import FirstToken
 from specdec.testing.guard import CapturableGuard
 from specdec.testing.scripted import ScriptedDrafter
+from specdec_qwen38 import mixture
 
 PROMPTS = [[5, 9, 300, 17, 44, 500, 3], [411, 2, 2, 8, 77, 130, 256, 19, 73, 6, 41, 99, 350], [7], list(range(60, 125))]
 BUDGET = 40
@@ -198,6 +200,28 @@ def test_round_is_capturable(single, drafts):
         runner.run()
     assert guard.operations > 100
     assert all(c.emitted >= 1 for c in driver._read([0, 1, 2]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_other_forms_of_the_round_are_capturable(directory, monkeypatch, drafts, dtype):
+    """Gathered experts, half precision, and the first token."""
+    monkeypatch.setattr(mixture, "DENSE_LIMIT_BYTES", 0)
+    model = prepare(directory, dtype=dtype, slots=2)
+    for slot in range(2):
+        model.admit(slot, PROMPTS[slot], top_k=20, top_p=0.95, seed=slot)
+    first = FirstToken(target=model.target, drafter=model.drafter, arena=model.arena, batch=2)
+    first.staging.write([0, 1], [0, 0], 0)
+    with CapturableGuard():
+        first.run()
+    driver = Driver(model)
+    driver.number = 1
+    assert all(c.emitted >= 1 and c.faults == 0 for c in driver.round([0, 1], drafts))
+    runner = driver._rounds[(2, drafts)]
+    runner.staging.write([0, 1], [drafts] * 2, driver.number)
+    with CapturableGuard():
+        runner.run()
 
 
 @torch.inference_mode()

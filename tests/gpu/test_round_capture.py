@@ -33,8 +33,8 @@ def directory(tmp_path_factory):
     return write_random_checkpoint(tmp_path_factory.mktemp("tiny"), 5)
 
 
-def started(directory, batch: int):
-    model = prepare(directory, slots=batch, context=512, device="cuda")
+def started(directory, batch: int, dtype: str):
+    model = prepare(directory, dtype=dtype, slots=batch, context=512, device="cuda")
     for slot in range(batch):
         model.admit(slot, PROMPTS[slot], budget=BUDGET, top_k=20, top_p=0.95, seed=40 + slot)
     driver = Driver(model)
@@ -53,14 +53,15 @@ def record(**row) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("width", [1, 6])
-def test_replayed_rounds_equal_eager_rounds(directory, batch, width):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_rounds_equal_eager_rounds(directory, batch, width, dtype):
     slots = list(range(batch))
-    eager, driver = started(directory, batch)
+    eager, driver = started(directory, batch, dtype)
     begun = time.perf_counter()
     expected = [driver.round(slots, width - 1) for _ in range(ROUNDS)]
     eager_seconds = time.perf_counter() - begun
 
-    model, _ = started(directory, batch)
+    model, _ = started(directory, batch, dtype)
     shape = RoundShape(batch=batch, draft_tokens=width - 1, verify_width=width)
     runner = ChainRound(target=model.target, drafter=model.drafter, shape=shape, arena=model.arena, max_draft_tokens=7)
     # warm up on dead lanes only: every lane is the spare slot, so no request advances
@@ -99,6 +100,8 @@ def test_replayed_rounds_equal_eager_rounds(directory, batch, width):
         test="round_capture",
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
+        source=os.environ.get("SPECDEC_COMMIT", "unknown"),
+        dtype=dtype,
         batch=batch,
         width=width,
         rounds=ROUNDS,

@@ -122,6 +122,10 @@ def test_the_command_works_from_wheels(installed: Path, tmp_path: Path) -> None:
     ]
     assert "qwen3.8-flash" in run(specdec, "recipes", cwd=tmp_path)
     assert "qwen3.8-flash" in run(specdec, "recipes", "--help", cwd=tmp_path)
+    generated = json.loads(
+        run(specdec, "run", "qwen3.8-flash", "--prompt", "def f(", "--max-new-tokens", "4", "--json", cwd=tmp_path)
+    )
+    assert generated["summary"]["tokens"] == 4
     places = run(
         installed / "bin" / "python",
         "-c",

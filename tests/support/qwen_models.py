@@ -212,7 +212,13 @@ class Prepared:
 
 
 def prepare(
-    directory: Path, *, dtype: str = "float32", slots: int = 4, context: int = 192, device: str = "cpu", recurrence="records"
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    slots: int = 4,
+    context: int = 192,
+    device: str = "cpu",
+    recurrence="records",
 ) -> Prepared:
     """Loads target and drafter for ``slots`` requests with private pages for a full context each."""
     reach = -(-(context + 8) // 64)

@@ -41,7 +41,9 @@ PROMPT_TOKENS = 160
 def add_parser(subparsers: Any) -> None:
     """Adds ``demo`` to the command line."""
     parser = subparsers.add_parser("demo", description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="recipe name (default: the one that ships a checkpoint)")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="recipe name (default: the one that ships a checkpoint)"
+    )
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N", help="tokens per request (default: 128)"
     )
@@ -134,7 +136,9 @@ def _only_shipped(recipes: Sequence[Recipe]) -> Recipe:
     if shipped:
         names = ", ".join(recipe.name for recipe in shipped)
         raise UsageError(f"several recipes ship a checkpoint; name one of {names}")
-    raise UsageError("no installed recipe ships a checkpoint; install a plugin that does, or name a recipe and --checkpoint DIR")
+    raise UsageError(
+        "no installed recipe ships a checkpoint; install a plugin that does, or name a recipe and --checkpoint DIR"
+    )
 
 
 def _counts(text: str, recipe: Recipe) -> list[int]:

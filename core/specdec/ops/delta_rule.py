@@ -72,11 +72,11 @@ def delta_rule_replay(
     lanes = layers * batch * heads
     # a row that was not taken becomes the identity, S · 1 + 0 · 0; its record may hold anything
     kept = (torch.arange(rows, device=taken.device) < taken.unsqueeze(1)).view(1, batch, rows, 1, 1)
-    decays = torch.where(kept, decays[:, :, :rows], 1).unbind(2)
-    corrections = torch.where(kept, corrections[:, :, :rows], 0).unbind(2)
-    keys = torch.where(kept, keys[:, :, :rows], 0).unbind(2)
+    taken_decays = torch.where(kept, decays[:, :, :rows], 1).unbind(2)
+    taken_corrections = torch.where(kept, corrections[:, :, :rows], 0).unbind(2)
+    taken_keys = torch.where(kept, keys[:, :, :rows], 0).unbind(2)
     current = state.reshape(lanes, width, dim)
-    for alpha, correction, key in zip(decays, corrections, keys, strict=True):
+    for alpha, correction, key in zip(taken_decays, taken_corrections, taken_keys, strict=True):
         current = (current.view(lanes, group, -1) * alpha.reshape(lanes, group, 1)).view(lanes, width, dim)
         current = torch.addcmul(current, correction.reshape(lanes, width, 1), key.reshape(lanes, 1, dim))
     return current.view(state.shape)

@@ -5,6 +5,8 @@ with compressed keys and the ring of raw selector keys, the n-gram embedding's w
 drafter and a prefix checkpoint need, feedback and sampling vector.
 """
 
+from typing import Any
+
 from specdec.declaration import StateField, StateKind, StateLayout
 
 from .geometry import Geometry
@@ -74,7 +76,7 @@ def _delta_state(geometry: Geometry, columns: int, dtype: str, recurrence: str) 
     """The recurrent matrices: one live matrix and records of a verification's rows, or one column per verified row."""
     heads = geometry.linear_num_key_heads
     values = geometry.value_width // heads
-    common = {"dtype": _precise(dtype), "layers": len(geometry.linear_layers)}
+    common: dict[str, Any] = {"dtype": _precise(dtype), "layers": len(geometry.linear_layers)}
     compact = recurrence == "records"
     matrix = StateField(
         name="delta_state",

@@ -112,7 +112,8 @@ class QwenTarget:
     ) -> QwenTarget:
         """Loads the target and allocates its state.
 
-        Raises CheckpointError for a missing or misshapen tensor, unknown storage, or a configuration value without an implementation.
+        Raises CheckpointError for a missing or misshapen tensor, unknown storage, or a configuration value that has no
+        implementation.
         """
         return cls(checkpoint, Geometry.from_config(checkpoint.config), capacities, device)
 
