@@ -27,7 +27,6 @@ from specdec.recipes import recipe_book
 from specdec.serving.compare import arms_for, compare
 from specdec.serving.model import LoadedModel
 
-
 # What the best fixed draft count must gain over plain decoding on the same requests.
 SPEED_RATIO = 1.25
 
