@@ -79,7 +79,9 @@ def test_boundary_crossed_at_every_offset(bench, before: int) -> None:
         start = 128 - before
         crossings.cross(scripted, [(boundary[:start], greedy[8 - before :], taken)])
         end = start + taken
-        lengths = {64, start, end} | ({128} if end >= 128 else set())
+        lengths = {64, start} | ({128} if end >= 128 else set())
+        assert {length for length, _ in crossings.published} == lengths
+        lengths.add(end)
         assert {entry.length for entry in cache_of(own)} == lengths
         if taken < before:
             assert_nothing_held(own)
@@ -112,6 +114,21 @@ def test_lanes_that_cross_in_one_round_leave_their_own_state(bench) -> None:
         found = own.outcomes([wanted])[0]
         assert found.prefilled == [64, 65]
         assert_equal_runs(found, bench.cold(wanted))
+    assert_nothing_held(own)
+
+
+def test_lane_that_stands_at_a_boundary_does_not_cross_it(bench) -> None:
+    """A neighbour's crossing makes the round keep boundary states; a lane that stayed short of its next boundary has none."""
+    starts = [[0, *tokens(160, 63)], [1, *tokens(161, 61)]]
+    outputs = [bench.cold(request(stem, new=24)).tokens for stem in starts]
+    crossings = Crossings(bench.model(4), 4)
+    scripted, own = crossings.generators(width=4)
+    crossings.cross(scripted, [(starts[0], outputs[0], 3), (starts[1], outputs[1], 4)], forget=True)
+    assert crossings.published == {(64, 1)}
+    for entry in cache_of(own):
+        for part in entry.state.values():
+            for name, value in part.items():
+                assert value.untyped_storage().nbytes() == value.nbytes, f"{name} keeps other lanes alive"
     assert_nothing_held(own)
 
 

@@ -12,6 +12,7 @@ from prefix_runs import (
     SAMPLED,
     Crossings,
     PrefixBench,
+    WatchedGenerator,
     assert_equal_runs,
     assert_nothing_held,
     cache_of,
@@ -84,15 +85,22 @@ class _Interrupted:
         self.between()
 
 
+# the first round of eight rejects its first draft (asserted)
+IN_FLIGHT_SEED = 109
+
+
 @pytest.mark.parametrize("outcome", ["cancelled", "interrupted"])
 def test_b47_rounds_in_flight_publish_nothing(bench, monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
     """B starts with A's prefix while A's round, which crosses a boundary, is on the device; A is cancelled."""
     model = bench.model(1)
-    prompt = tokens(100, 62)
+    prompt = tokens(IN_FLIGHT_SEED, 62)
     greedy = bench.cold(request(prompt, new=30)).tokens
     generator = cached(model, width=8)
     first = generator.submit(request(prompt, new=30))
     list(generator.step())
+    list(generator.step())
+    # one token behind what is published, so that whatever the next round emits crosses the boundary
+    assert generator._residents[0].consumed == 63
     acknowledged = {entry.length for entry in cache_of(generator)}
     assert acknowledged == {62}
 
@@ -112,6 +120,9 @@ def test_b47_rounds_in_flight_publish_nothing(bench, monkeypatch: pytest.MonkeyP
             list(generator.step())
     assert {entry.length for entry in cache_of(generator)} == acknowledged
     assert not generator.cancel(first)
+    for event in generator.run():
+        generator.keep(event)
+    assert generator.outcome(first).records[-1].finish is Finish.CANCELLED
     for follower in (prompt + greedy[:1], prompt + greedy[:4], prompt):
         wanted = request(follower, new=30)
         assert_equal_runs(generator.outcomes([wanted])[0], bench.cold(wanted, 8))
@@ -200,6 +211,42 @@ def test_abandoned_prompt_continues_from_the_boundary_it_reached(bench) -> None:
         generator.keep(event)
     assert generator.outcome(number).prefilled == [64, 112, 128, 150]
     assert_equal_runs(generator.outcome(number), bench.cold(wanted))
+    assert_nothing_held(generator)
+
+
+def test_generator_that_was_left_with_running_requests_holds_nothing_up(bench) -> None:
+    """Its slots are given to others together with their pages."""
+    model = bench.model(1)
+    left = cached(model, width=4)
+    left.submit(request(tokens(150, 100), new=60))
+    list(left.step())
+    held = [pool.owned(0) for pool in model.pools]
+    assert all(held)
+    generator = WatchedGenerator(model, width=4, prefix_cache=cache_of(left))
+    wanted = request(tokens(151, 30), new=20)
+    assert_equal_runs(generator.outcomes([wanted])[0], bench.cold(wanted))
+    assert_nothing_held(generator)
+
+
+def test_failure_while_a_checkpoint_is_restored_leaves_no_pages_behind(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bench.model(1)
+    generator = cached(model, width=4)
+    prompt = tokens(152, 70)
+    generator.outcomes([request(prompt, new=1)])
+    free = [pool.free for pool in model.pools]
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.drafter, "restore", fail)
+        generator.submit(request(prompt, new=1))
+        with pytest.raises(KeyboardInterrupt):
+            list(generator.step())
+    assert [pool.free for pool in model.pools] == free
+    for event in generator.run():
+        generator.keep(event)
+    assert generator.outcome(1).prefilled == [70]
     assert_nothing_held(generator)
 
 

@@ -261,11 +261,19 @@ class Crossings:
         self.drafter = ScriptedDrafter(model.drafter, slots=model.capacities.slots, max_draft_tokens=7)
         self.scripted = with_drafter(model, self.drafter)
         self.own = model
+        self.published: set[tuple[int, int]] = set()
 
-    def cross(self, generator: WatchedGenerator, runs: list[tuple[list[int], list[int], int]]) -> None:
-        """runs: prompt, greedy continuation and consumed tokens t of the one round; the requests are cancelled after it."""
+    def cross(
+        self, generator: WatchedGenerator, runs: list[tuple[list[int], list[int], int]], *, forget: bool = False
+    ) -> None:
+        """runs: prompt, greedy continuation and consumed tokens t of the one round; the requests are cancelled after it.
+
+        ``published`` is what the cache held before they were; ``forget`` drops what it held before the round.
+        """
         numbers = [generator.submit(request(prompt, new=32)) for prompt, _, _ in runs]
         list(generator.step())
+        if forget:
+            cache_of(generator).clear()
         script = {}
         for resident in generator._residents.values():
             prompt, output, taken = runs[numbers.index(resident.number)]
@@ -274,6 +282,7 @@ class Crossings:
             script[resident.slot] = [*right, *((token + 1) % 6 for token in output[taken:8])]
         self.drafter.write(script)
         list(generator.step())
+        self.published = {(entry.length, entry.sequence[0]) for entry in cache_of(generator)}
         for number, (prompt, _, taken) in zip(numbers, runs, strict=True):
             resident = next(r for r in generator._residents.values() if r.number == number)
             assert resident.consumed == len(prompt) + taken

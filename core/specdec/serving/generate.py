@@ -338,10 +338,9 @@ class Generator:
         events = []
         for lane, (resident, record, row) in enumerate(zip(residents, records, logprobs, strict=True)):
             identity = (record[Field.REQUEST], record[Field.EPOCH], record[Field.ROUND])
-            if identity != (resident.number, resident.epoch, number) or resident is not self._residents.get(
-                resident.slot
-            ):
-                continue  # a late record: of an earlier owner of the slot, of an earlier round or of a cancelled request
+            present = self._residents.get(resident.slot) is resident
+            if not present or identity != (resident.number, resident.epoch, number):
+                continue  # a late record: of a cancelled request, an earlier owner of the slot or an earlier round
             completion = Completion.parse(record)
             resident.started = True
             finish = completion.finish
