@@ -94,6 +94,12 @@ FAULTS: dict[str, dict[str, list[str]]] = {
             "test_state_at_a_crossed_page_boundary",
             "tests/conformance/test_prefix.py::test_b44_prompts_that_share_prefixes_around_a_block",
         ],
+        "several cache groups negotiate down to zero": [
+            "tests/conformance/test_prefix.py::test_b46_identical_prompt_twice_is_reused_wholly",
+        ],
+        "publication before acknowledgement": [
+            "tests/conformance/test_prefix_publication.py::test_b47_rounds_in_flight_publish_nothing",
+        ],
         "draft features missing for cached tokens": [
             "test_proposals_depend_on_committed_tokens_only",
             "tests/conformance/test_prefix.py::test_b48_equal_prompts_get_equal_proposals_with_the_cache_on_and_off",
