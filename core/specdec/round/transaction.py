@@ -11,73 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from specdec.catalog import RoundShape
 from specdec.interfaces import Drafter, Target
 from specdec.round.arena import Arena
 from specdec.round.completion import Finish
+from specdec.round.proposer import ChainProposer
+from specdec.round.staging import Staging
 from specdec.sampling.chain import chain_verify, resolve_empty, sample
-from specdec.sampling.law import LawParams, law
+from specdec.sampling.law import law
 from specdec.sampling.philox import round_uniforms
 from specdec.state.requests import BUDGET, CONSUMED, EPOCH, FINISH, GENERATED, PENDING, REQUEST, SEED, Lanes
 from specdec.state.store import StateStore
-
-
-@frozen(kw_only=True, eq=False)
-class ChainProposer:
-    """Draws drafts and keeps the law they were drawn from. tokens: [B, K] int64; probs: [B, K, V] float32."""
-
-    params: LawParams
-    uniforms: Tensor
-    tokens: Tensor
-    probs: Tensor
-    vocab_size: int
-
-    def draw(self, depth: int, logits: Tensor) -> Tensor:
-        """See ``Proposer.draw``. A row without mass (NaN logits) proposes token 0 under the point mass at 0, like a copied
-        token: the emitted law stays the target's."""
-        probs = torch.nan_to_num(law(logits, self.params, self.vocab_size), nan=0.0)
-        drawn = sample(probs, self.uniforms[:, depth])
-        # drawing fails only without mass; a stored law of zeros would let the token pass whatever the target thinks of it
-        probs[:, 0] += drawn < 0
-        token = drawn.clamp(min=0)
-        self.probs[:, depth] = probs[:, : self.vocab_size]
-        self.tokens[:, depth] = token
-        return token
-
-    def place(self, depth: int, tokens: Tensor) -> None:
-        """See ``Proposer.place``. An id that is no token has no mass: it will be rejected, and the correction is the target's."""
-        safe = tokens.clamp(0, self.vocab_size - 1)
-        self.probs[:, depth] = 0.0
-        self.probs[:, depth].scatter_(1, safe.unsqueeze(1), (safe == tokens).to(self.probs.dtype).unsqueeze(1))
-        self.tokens[:, depth] = tokens
-
-
-class Staging:
-    """The host's frozen decisions of one round: [lane slots B | draft ceilings B | frame | round number] int64."""
-
-    def __init__(self, arena: Arena, batch: int) -> None:
-        self.batch = batch
-        self.spare = arena.slots
-        # one per frame: the copy of a queued round may still be reading the other
-        pinned = arena.device.type == "cuda"
-        self._hosts = [torch.zeros(2 * batch + 2, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._device = torch.zeros(2 * batch + 2, dtype=torch.int64, device=arena.device)
-        self._device[:batch] = self.spare
-        self.slots = self._device[:batch]
-        self.ceilings = self._device[batch : 2 * batch]
-        self.frame = self._device[2 * batch]
-        self.round = self._device[2 * batch + 1]
-
-    def write(self, slots: Sequence[int], ceilings: Sequence[int], number: int) -> None:
-        """Fills unused lanes with the spare slot and copies everything at once. Frames alternate with the round number."""
-        idle = self.batch - len(slots)
-        row = [*slots, *[self.spare] * idle, *ceilings, *[0] * idle, number % 2, number]
-        host = self._hosts[number % 2]
-        host.copy_(torch.tensor(row, dtype=torch.int64))
-        self._device.copy_(host, non_blocking=True)
 
 
 class _Settlement:
