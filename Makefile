@@ -21,7 +21,7 @@ help:
 	@echo "make clean  remove .venv and caches"
 
 demo: $(VENV)/runtime.stamp
-	$(BIN)/specdec demo
+	$(BIN)/specdec demo qwen3.8-flash
 
 # One thread for each of the two workers: the models of the tests are too small to share among threads.
 test: $(VENV)/dev.stamp

@@ -50,6 +50,8 @@ REQUEST_OPTIONS = (
     "min_new_tokens",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
+    "stop",
 )
 
 #: Fields of a recipe whose number must name its source.
@@ -121,7 +123,7 @@ class Recipe:
     """One model that can be served speculatively: target, drafter, and the numbers both are prepared with.
 
     ``name``
-        what users type, for example ``"qwen3.8-flash"``: lower-case letters, digits, and single ``. _ -`` between them.
+        what users type, for example ``"example-7b"``: lower-case letters, digits, and single ``. _ -`` between them.
     ``checkpoint``, ``model_types``
         the checkpoint the numbers were taken from, and the ``model_type`` values of a ``config.json`` that it accepts.
     ``drafter_method``
@@ -147,8 +149,12 @@ class Recipe:
     ``embedded_checkpoint``
         importable ``"package:folder"`` of the small checkpoint that ships with the plugin, or ``None``.
     ``inventories``
-        importable ``"module:function"`` that maps a checkpoint's ``config.json`` (a dict) to its (target, drafter) inventories,
-        or ``None`` if every checkpoint of the recipe has the real sizes. Must not import torch.
+        importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict) and the open ``Checkpoint``
+        and returns its (target, drafter) inventories, where releases differ in what they store those of the form found; or
+        ``None`` if every checkpoint of the recipe is like the real one. Must not import torch or read weights.
+    ``canonical_name``
+        importable ``"module:function"`` that maps the name of a stored tensor to the one that the inventories declare, or
+        ``None`` if exporters agree on names. Must not import torch.
     ``sources``
         pairs of field name and where its number is known from; required for every field of ``SOURCED_FIELDS``.
 
@@ -177,6 +183,7 @@ class Recipe:
     drafter_inventory: TensorInventory = field(repr=False)
     embedded_checkpoint: str | None = field(default=None)
     inventories: str | None = field(default=None)
+    canonical_name: str | None = field(default=None)
     unsupported_options: tuple[str, ...] = field(default=(), converter=as_tuple, validator=tuple_of(str, empty=True))
     sources: tuple[tuple[str, str], ...] = field(converter=_pairs)
 
@@ -243,9 +250,13 @@ class Recipe:
             )
 
     @inventories.validator
-    def _inventories_form(self, attribute: object, value: str | None) -> None:
+    @canonical_name.validator
+    def _function_form(self, attribute: object, value: str | None) -> None:
         if value is not None and not _CALLABLE.fullmatch(value):
-            raise DeclarationError(f"Recipe {self.name!r}: inventories must look like 'module:function', got {value!r}")
+            field_name: str = attribute.name  # type: ignore[attr-defined]
+            raise DeclarationError(
+                f"Recipe {self.name!r}: {field_name} must look like 'module:function', got {value!r}"
+            )
 
     @unsupported_options.validator
     def _known_options(self, attribute: object, value: tuple[str, ...]) -> None:

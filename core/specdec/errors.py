@@ -9,6 +9,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "DeclarationError",
+    "DesynchronisationError",
     "ExitCode",
     "PluginError",
     "RecipeError",
@@ -23,8 +24,8 @@ class ExitCode(IntEnum):
     ====  ===========  =========================================================================================
     code  name         meaning
     ====  ===========  =========================================================================================
-    0     OK           the command did what was asked
-    1     FAILURE      a fault of specdec itself; ``SPECDEC_TRACEBACK=1`` shows where
+    0     OK           the command did what was asked, as far as the reader of its output stayed to see
+    1     FAILURE      a fault of specdec itself (``SPECDEC_TRACEBACK=1`` shows where), or output that cannot be written
     2     USAGE        an option, argument, recipe name or prompt was refused
     3     PLUGIN       the plugin that is needed could not be loaded, or failed while preparing
     4     CHECKPOINT   a checkpoint is missing, truncated, or does not match what the recipe declares
@@ -90,3 +91,7 @@ class DeclarationError(SpecdecError, ValueError):
     """
 
     exit_code = ExitCode.PLUGIN
+
+
+class DesynchronisationError(SpecdecError):
+    """Ranks that must do the same differ, or do not answer; the message names round, request and what each rank has."""

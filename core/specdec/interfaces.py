@@ -53,6 +53,15 @@ class Target(Protocol):
         store. Any 1 ≤ T ≤ ``Capacities.prefill_rows`` at any start.
         """
 
+    def prefill_logits(self, rows: int, first: int = 0) -> Tensor:
+        """Logits [rows, V] after inputs ``first`` … ``first + rows − 1`` of the last prompt chunk. Changes nothing.
+
+        Valid from that ``prefill`` until the target's next call of another method, whatever the drafter does to its feedback
+        rows meanwhile. Called right after ``prefill``, before the drafter absorbs the chunk, and a few rows at a time, so that
+        the logits of a whole chunk never exist at once. Raises RuntimeError if no chunk's rows are kept any more and ValueError
+        if the chunk has fewer rows.
+        """
+
     def first_logits(self, slots: Tensor) -> Tensor:
         """Logits [B, V] of the token after the consumed ones, from the saved sampling vector. Changes nothing."""
 

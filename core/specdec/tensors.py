@@ -30,6 +30,7 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
     "int64": 8,
     "int32": 4,
+    "uint32": 4,
     "bool": 1,
 }
 
@@ -43,11 +44,15 @@ AxisValues = int | tuple[int, ...]
 
 @frozen(kw_only=True)
 class TensorSpec:
-    """One stored tensor: its name in the checkpoint, shape and dtype name (a key of ``DTYPE_BYTES``)."""
+    """One stored tensor: its name in the checkpoint, shape and dtype name (a key of ``DTYPE_BYTES``).
+
+    ``any_length``: the tensor is a list whose length depends on the values stored; its shape is declared as ``(0,)``.
+    """
 
     name: str = field(validator=text())
     shape: tuple[int, ...] = field(converter=as_tuple, validator=tuple_of(int, minimum=0, empty=True))
     dtype: str = field(validator=one_of(_DTYPES))
+    any_length: bool = field(default=False, validator=one_of((False, True)))
 
     @property
     def numel(self) -> int:
@@ -73,12 +78,14 @@ class TensorGroup:
     """Like tensors that differ only by numbers in their names.
 
     ``name`` is a pattern such as ``"mtp.layers.0.mlp.experts.{e}.up_proj.weight"``. ``axes`` gives for each placeholder the
-    numbers it takes: an ``int`` n means 0 … n−1, a tuple lists them. A pattern without placeholders is one tensor. ``source``
-    says where shape and dtype are known from.
+    numbers it takes: an ``int`` n means 0 … n−1, a tuple lists them. A pattern without placeholders is one tensor.
+    ``any_length`` declares lists whose length depends on the values stored: the shape is then ``(0,)``, and the totals count
+    the tensors but none of their bytes. ``source`` says where shape and dtype are known from.
 
     Raises:
         DeclarationError: if a placeholder has no axis, an axis no placeholder, an axis repeats or lists no or negative
-            numbers, or a placeholder touches a digit (the number could not be read back).
+            numbers, a placeholder touches a digit (the number could not be read back), or a list of any length declares
+            another shape than ``(0,)``.
     """
 
     name: str = field(validator=text())
@@ -86,6 +93,12 @@ class TensorGroup:
     shape: tuple[int, ...] = field(converter=as_tuple, validator=tuple_of(int, minimum=0, empty=True))
     dtype: str = field(validator=one_of(_DTYPES))
     source: str = field(validator=text())
+    any_length: bool = field(default=False, validator=one_of((False, True)))
+
+    @any_length.validator
+    def _declared_empty(self, attribute: object, value: bool) -> None:
+        if value and self.shape != (0,):
+            raise DeclarationError(f"TensorGroup {self.name!r}: any_length needs shape (0,), got {self.shape}")
 
     @axes.validator
     def _check_axes(self, attribute: object, value: tuple[tuple[str, AxisValues], ...]) -> None:
@@ -134,7 +147,7 @@ class TensorGroup:
         return self._spec(name)
 
     def _spec(self, name: str) -> TensorSpec:
-        return TensorSpec(name=name, shape=self.shape, dtype=self.dtype)
+        return TensorSpec(name=name, shape=self.shape, dtype=self.dtype, any_length=self.any_length)
 
     @cached_property
     def _numbers(self) -> tuple[tuple[str, Collection[int]], ...]:

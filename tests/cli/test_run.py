@@ -293,8 +293,10 @@ def test_interrupt_gives_130_and_no_traceback(checkpoint: Path) -> None:
     process = start(checkpoint, "--prompt", PROMPT, "--max-new-tokens", "3000", "--seed", "1")
     assert process.stdout is not None and process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr.decode()) == (130, "specdec: interrupted\n")
+    # on a terminal the message would otherwise continue the text
+    assert stdout.endswith(b"\n")
 
 
 def test_closed_pipe_is_quiet(checkpoint: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from command import RECIPE, Outcome, RunCommand, specdec
+from command import PROMPT, RECIPE, Outcome, RunCommand, specdec
 from small_checkpoint import write_small_checkpoint
+from stop_oracle import plain_cut
 
 from specdec.checkpoint.tokenizer import Tokenizer
 from specdec.recipes import RecipeBook
@@ -49,6 +50,29 @@ def test_logprobs_in_json_are_those_of_the_tokens(run: RunCommand) -> None:
     assert [one["top"] for one in data_of(run(*options, "--logprobs", 0))["logprobs"]] == [[]] * 24
 
 
+def test_prompt_logprobs_in_json_are_those_of_the_prompt(run: RunCommand, checkpoint: Path) -> None:
+    """One for each prompt token but the first: what ``--logprobs`` says of the last one when it is emitted instead."""
+    prompt = Tokenizer.load(checkpoint).encode(PROMPT)
+    options = ("--json", "--greedy", "--dtype", "float64", "--ignore-eos", "--max-new-tokens", 1)
+    data = data_of(run(*options, "--prompt-logprobs", 3))
+    assert "logprobs" not in data and "prompt_logprobs" not in data_of(run(*options))
+    assert [one["token"] for one in data["prompt_logprobs"]] == list(prompt[1:])
+    assert data["prompt_logprobs"] == data_of(run(*options, "--prompt-logprobs", 3, "--no-mtp"))["prompt_logprobs"]
+    # the longest beginning of the text that is a beginning of its tokens too
+    cut = max(
+        n for n in range(len(PROMPT)) if Tokenizer.load(checkpoint).encode(PROMPT[:n]) == prompt[: len(prompt) - 1]
+    )
+    bias = f"{prompt[-1]}:100"
+    emitted = data_of(run(*options, "--logprobs", 3, "--prompt", PROMPT[:cut], "--logit-bias", bias))
+    assert emitted["tokens"] == [prompt[-1]]
+    (one,), other = emitted["logprobs"], data["prompt_logprobs"][-1]
+    assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-6)
+    assert [entry["token"] for entry in one["top"]] == [entry["token"] for entry in other["top"]]
+    assert [one["top"] for one in data_of(run(*options, "--prompt-logprobs", 0))["prompt_logprobs"]] == [[]] * (
+        len(prompt) - 1
+    )
+
+
 def test_biases_and_minimum_decide_the_output(run: RunCommand, checkpoint: Path) -> None:
     stop = json.loads((checkpoint / "config.json").read_text())["text_config"]["eos_token_id"]
     favoured = ("--json", "--greedy", "--logit-bias", f"{stop}:100")
@@ -85,13 +109,14 @@ def test_tables_are_prepared_only_for_those_who_use_them(run: RunCommand, monkey
         (),
         ("--ignore-eos", "--top-k", 3),
         ("--presence-penalty", 0, "--min-new-tokens", 0),
+        ("--prompt-logprobs", 2, "--json"),
         ("--min-new-tokens", 1),
         ("--logprobs", 0, "--json"),
         ("--logit-bias", "3:0.5"),
         ("--repetition-penalty", 1.1),
     ):
         assert run(*options).code == 0
-    assert prepared == [False] * 3 + [True] * 4
+    assert prepared == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -106,11 +131,17 @@ def test_tables_are_prepared_only_for_those_who_use_them(run: RunCommand, monkey
         (["--logit-bias", "x:5"], ["--logit-bias is 'x:5'"]),
         (["--logit-bias", "5:200"], ["--logit-bias", "200", "from -100 to 100"]),
         (["--logit-bias", "5:1", "--logit-bias", "5:2"], ["--logit-bias", "token 5 twice"]),
-        (["--logit-bias", "512:1"], ["logit_bias token 512", "vocabulary of 512"]),
+        (["--logit-bias", "512:1"], ["--logit-bias token 512", "vocabulary of 512"]),
         (["--min-new-tokens", "-1"], ["--min-new-tokens", "-1", "between 0 and 24"]),
-        (["--min-new-tokens", "25"], ["--min-new-tokens", "25", "max_new_tokens 24"]),
+        (["--min-new-tokens", "25"], ["--min-new-tokens", "25", "--max-new-tokens 24"]),
         (["--logprobs", "21", "--json"], ["--logprobs", "21", "between 0 and 20"]),
         (["--logprobs", "3"], ["--logprobs 3", "add --json"]),
+        (["--prompt-logprobs", "-1", "--json"], ["--prompt-logprobs", "-1", "between 0 and 20"]),
+        (["--prompt-logprobs", "0"], ["--prompt-logprobs 0", "add --json"]),
+        (["--stop", ""], ["--stop", "empty string", "at least one character"]),
+        (["--stop", "a", "--stop="], ["--stop", "empty string"]),
+        (["--stop=a"] * 17, ["--stop", "17 strings", "at most 16"]),
+        (["--stop", "a\udcff"], ["--stop", "no text that UTF-8 can write"]),
     ],
     ids=str,
 )
@@ -125,8 +156,10 @@ def test_refused_options(run: RunCommand, options: list[str], words: list[str]) 
     ("name", "options"),
     [
         ("logprobs", ["--logprobs", "1", "--json"]),
+        ("prompt_logprobs", ["--prompt-logprobs", "0", "--json"]),
         ("min_p", ["--min-p", "0.1"]),
         ("ignore_eos", ["--ignore-eos"]),
+        ("stop", ["--stop", "end"]),
         ("frequency_penalty", ["--frequency-penalty", "1"]),
     ],
 )
@@ -140,6 +173,29 @@ def test_what_a_recipe_cannot_honour_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(Tokenizer, "load", lambda *_: pytest.fail("the checkpoint was opened"))
     monkeypatch.setattr(LoadedModel, "prepare", lambda *_, **__: pytest.fail("a model was loaded"))
     outcome = run(*options)
-    assert outcome.code == 2 and f"recipe '{RECIPE}' cannot honour {name}; leave it out" in outcome.refusal
+    option = "--" + name.replace("_", "-")
+    assert outcome.code == 2 and f"recipe '{RECIPE}' cannot honour {option}; leave it out" in outcome.refusal
     shown = specdec(capsys, "recipes", RECIPE, "--json")
     assert json.loads(shown.stdout)["unsupported_options"] == [name]
+
+
+def test_stop_strings_end_text_tokens_and_logprobs_together(run: RunCommand, checkpoint: Path) -> None:
+    """The output without drafts and without the option, cut; what is streamed never shows a part of the string."""
+    tokenizer = Tokenizer.load(checkpoint)
+    options = ("--seed", 3, "--temperature", 1, "--ignore-eos", "--dtype", "float64", "--logit-bias", "255:-100")
+    plain = data_of(run(*options, "--json", "--logprobs", 1, "--mtp-draft-tokens", 0))
+    assert plain["text"] == tokenizer.decode(plain["tokens"]) and plain["summary"]["finish"] == "length"
+    for start in (0, 1, 5, 9):
+        stop = plain["text"][start : start + 3]
+        expected = plain_cut(tokenizer, plain["tokens"], [stop])
+        found = data_of(run(*options, "--json", "--logprobs", 1, "--stop", "not in there", "--stop", stop))
+        assert (found["text"], found["tokens"]) == (expected.text, plain["tokens"][: expected.kept])
+        assert found["logprobs"] == plain["logprobs"][: expected.kept]
+        summary = found["summary"]
+        assert (summary["tokens"], summary["finish"], summary["draft_tokens"]) == (expected.kept, "stop", 0)
+        streamed = run(*options, "--stop", stop)
+        assert streamed.stdout == expected.text + "\n"
+        assert "finished by          stop" in streamed.stderr and "without drafts" in streamed.stderr
+    # held back until the budget ends it
+    streamed = run(*options, "--stop", plain["text"] + "x")
+    assert streamed.stdout == plain["text"] + "\n" and "finished by          length" in streamed.stderr

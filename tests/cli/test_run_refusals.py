@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,18 +42,18 @@ REFUSED_OPTIONS = [
     (["--prompt-file", "nowhere.txt"], ["--prompt-file nowhere.txt: No such file"]),
     (["--prompt-file", "."], ["--prompt-file .: Is a directory"]),
     (["--prompt", "a", "--prompt-file", "b"], ["--prompt-file", "not allowed with argument --prompt"]),
-    (["--temperature", "0"], ["--temperature", "must be above 0", "--greedy"]),
+    (["--temperature", "0"], ["--temperature is 0, but", "must be above 0", "use --greedy"]),
     (["--temperature", "nan"], ["--temperature", "nan"]),
     (["--temperature", "-0.5"], ["--temperature", "-0.5", "above 0"]),
     (["--temperature", "inf"], ["--temperature", "inf"]),
     (["--temperature", "warm"], ["--temperature", "invalid float value: 'warm'"]),
-    (["--top-p", "0"], ["--top-p", "0.0", "above 0 and at most 1"]),
+    (["--top-p", "0"], ["--top-p is 0.0", "above 0 and at most 1"]),
     (["--top-p", "2"], ["--top-p", "2.0", "above 0 and at most 1"]),
     (["--top-p", "nan"], ["--top-p", "nan"]),
     (["--top-k", "-1"], ["--top-k", "-1", "from 0"]),
     (["--top-k", "1.5"], ["--top-k", "invalid int value"]),
     (["--min-p", "1.5"], ["--min-p", "1.5", "from 0 (off) to 1"]),
-    (["--seed", "-1"], ["--seed", "-1", "from 0 to 2^63 - 1"]),
+    (["--seed", "-1"], ["--seed is -1", "from 0 to 2^63 - 1"]),
     (["--seed", str(2**63)], ["--seed", str(2**63)]),
     (["--seed", "x"], ["--seed", "invalid int value"]),
     (["--greedy", "--temperature", "0.7"], ["--greedy", "--temperature 0.7 would have no effect"]),
@@ -69,7 +70,10 @@ REFUSED_OPTIONS = [
     (["--context", "0"], ["--context is 0; allowed: 2 or more"]),
     (["--context", "5"], ["--context 5 leaves room for at most 4", "raise --context"]),
     (["--context", "4097"], ["--context is 4097", "max_position_embeddings is 4096"]),
-    (["--speculative-token-capacity", "3"], ["speculative_token_capacity 3", "at least 6", "widest round has 6 rows"]),
+    (
+        ["--speculative-token-capacity", "3"],
+        ["--speculative-token-capacity 3", "at least 6", "widest round has 6 rows"],
+    ),
     (["--temprature", "1"], ["unknown argument '--temprature'; did you mean --temperature?"]),
 ]
 
@@ -86,6 +90,11 @@ def test_refused_options(
     line = outcome.refusal
     for word in words:
         assert word in line, outcome
+    # the option is named as it was typed, and once, unless the cure names it again
+    option = options[0].partition("=")[0]
+    assert len(re.findall(rf"{option}(?![\w-])", line.replace(f"raise {option}", ""))) == 1, outcome
+    field = option.removeprefix("--").replace("-", "_")
+    assert "_" not in field or field not in line, outcome
 
 
 def test_unknown_recipe_offers_a_close_match(run: RunCommand) -> None:

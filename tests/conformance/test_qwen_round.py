@@ -8,12 +8,12 @@ from committed_state import assert_same_state, committed_state
 from qwen_models import prepare, write_random_checkpoint
 from round_driver import Driver
 
+from specdec.checkpoint import mixtures
 from specdec.errors import DeclarationError
 from specdec.round.completion import Finish
 from specdec.round.transaction import FirstToken
 from specdec.testing.guard import CapturableGuard
 from specdec.testing.scripted import ScriptedDrafter
-from specdec_qwen38 import mixture
 
 PROMPTS = [[5, 9, 300, 17, 44, 500, 3], [411, 2, 2, 8, 77, 130, 256, 19, 73, 6, 41, 99, 350], [7], list(range(60, 125))]
 BUDGET = 40
@@ -207,7 +207,7 @@ def test_round_is_capturable(single, drafts):
 @pytest.mark.parametrize("drafts", [0, 5])
 def test_other_forms_of_the_round_are_capturable(directory, monkeypatch, drafts, dtype):
     """Gathered experts, half precision, and the first token."""
-    monkeypatch.setattr(mixture, "DENSE_LIMIT_BYTES", 0)
+    monkeypatch.setattr(mixtures, "DENSE_LIMIT_BYTES", 0)
     model = prepare(directory, dtype=dtype, slots=2)
     for slot in range(2):
         model.admit(slot, PROMPTS[slot], top_k=20, top_p=0.95, seed=slot)

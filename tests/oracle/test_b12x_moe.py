@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
+import b12x_moe
 import pytest
 import torch
 import torch.nn.functional as F
-from b12x_moe import load_references, swizzle
+from b12x_moe import block_tensors, load_references, quantised_arguments, stacked
 from double_oracle import KeepDouble
 from qwen_models import hf_config, prepare, random_tensors
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
 
-import specdec_qwen38.mixture as mixture
+import specdec.checkpoint.mixtures as mixtures
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.writer import write_checkpoint
-from specdec.ops.moe import DenseMixture, GatheredMixture, route
+from specdec.ops.moe import DenseMixture, GatheredMixture, route_softmax
 from specdec_qwen38.geometry import TINY
 from specdec_qwen38.mixture import load_mixture
 from specdec_qwen38.weights import Weights
@@ -31,37 +33,8 @@ def references():
     return load_references()
 
 
-def packed_experts(seed: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Random codes and block scales; second scales are powers of two, so that dequantised values are exact in float32."""
-    generator = torch.Generator().manual_seed(seed)
-    experts = {}
-    for name, (rows, columns) in PROJECTIONS.items():
-        exponents = torch.randint(-7, -4, (E,), generator=generator)
-        experts[name] = {
-            "weight": torch.randint(0, 256, (E, rows, columns // 2), generator=generator, dtype=torch.uint8),
-            "weight_scale": (torch.rand(E, rows, columns // 16, generator=generator) * 3).to(torch.float8_e4m3fn),
-            "weight_scale_2": torch.exp2(exponents.float()),
-        }
-    # the references know one factor for gate and up
-    experts["up_proj"]["weight_scale_2"] = experts["gate_proj"]["weight_scale_2"]
-    return experts
-
-
-def input_scales(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    scale = {name: 0.002 * (1 + torch.rand(E, generator=generator)) for name in PROJECTIONS}
-    return {**scale, "up_proj": scale["gate_proj"]}
-
-
-def block_tensors(experts, scales=None, *, prefix: str = "experts.") -> dict[str, torch.Tensor]:
-    """Checkpoint tensors of the routed experts, one by one, as published."""
-    tensors = {}
-    for name, parts in experts.items():
-        parts = dict(parts, **({} if scales is None else {"input_scale": scales[name]}))
-        for part, stacked in parts.items():
-            for expert in range(E):
-                tensors[f"{prefix}{expert}.{name}.{part}"] = stacked[expert]
-    return tensors
+packed_experts = partial(b12x_moe.packed_experts, count=E, hidden=H, inner=INNER)
+input_scales = partial(b12x_moe.input_scales, count=E)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +64,7 @@ def load(tmp_path, dense_tensors, monkeypatch):
 
     def loaded(experts, *, scales=None, dtype="float32", quantised=False, dense=False):
         write_checkpoint(tmp_path, {**dense_tensors, **block_tensors(experts, scales)}, G.to_config())
-        monkeypatch.setattr(mixture, "DENSE_LIMIT_BYTES", (1 << 40) if dense else 0)
+        monkeypatch.setattr(mixtures, "DENSE_LIMIT_BYTES", (1 << 40) if dense else 0)
         with Checkpoint.open(tmp_path) as checkpoint:
             weights = Weights(checkpoint, G, prefix="", dtype=getattr(torch, dtype), device=torch.device("cpu"))
             block = load_mixture(weights, quantised_activations=quantised)
@@ -117,19 +90,6 @@ def shared_output(tensors, x: torch.Tensor) -> torch.Tensor:
     return opened * F.linear(inner, w["shared_expert.down_proj.weight"])
 
 
-def stacked(experts) -> dict[str, torch.Tensor]:
-    """Weights in the references' layout: up rows before gate rows, tiled block scales."""
-    gate, up, down = (experts[name] for name in ("gate_proj", "up_proj", "down_proj"))
-    return {
-        "w1_fp4": torch.cat([up["weight"], gate["weight"]], dim=1),
-        "w1_blockscale": swizzle(torch.cat([up["weight_scale"], gate["weight_scale"]], dim=1)),
-        "w1_alphas": up["weight_scale_2"],
-        "w2_fp4": down["weight"],
-        "w2_blockscale": swizzle(down["weight_scale"]),
-        "w2_alphas": down["weight_scale_2"],
-    }
-
-
 def expected_w4a16(references, tensors, experts, x: torch.Tensor) -> torch.Tensor:
     ids, weights = routing(tensors, x)
     routed = references["moe_reference_w4a16_f32"](
@@ -141,19 +101,14 @@ def expected_w4a16(references, tensors, experts, x: torch.Tensor) -> torch.Tenso
 def expected_w4a4(references, tensors, experts, scales, x: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
     """``rounded``: the kernel-shaped reference, which rounds the intermediate and the result to bfloat16."""
     ids, weights = routing(tensors, x)
-    layout = stacked(experts)
-    layout["w1_alphas"] = layout["w1_alphas"] * scales["gate_proj"]
-    layout["w2_alphas"] = layout["w2_alphas"] * scales["down_proj"]
     routed = references["moe_reference_nvfp4" if rounded else "moe_reference_f32"](
         x,
-        a1_gscale=scales["gate_proj"].reciprocal(),
-        a2_gscale=scales["down_proj"].reciprocal(),
         topk_ids=ids,
         topk_weights=weights,
         E=E,
         K=H,
         I_tp=INNER,
-        **layout,
+        **quantised_arguments(experts, scales),
     )
     return routed.to(x.dtype) + shared_output(tensors, x)
 
@@ -240,11 +195,11 @@ def test_gate_and_up_share_the_larger_input_scale(references, dense_tensors, row
 @torch.inference_mode()
 def test_router_equals_transformers_and_takes_the_lower_expert_on_ties(dense_tensors, rows):
     ids, weights = routing(dense_tensors, rows.float())
-    our_ids, our_weights = route(F.linear(rows.float(), dense_tensors["gate.weight"]), TOP)
+    our_ids, our_weights = route_softmax(F.linear(rows.float(), dense_tensors["gate.weight"]), TOP)
     assert torch.equal(our_ids, ids)
     assert (our_weights - weights).abs().max() <= 1e-7
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 2.0, 1.0], [0.0] * 6])
-    tied, even = route(logits, 4)
+    tied, even = route_softmax(logits, 4)
     assert tied.tolist() == [[1, 4, 0, 2], [0, 1, 2, 3]]
     assert torch.equal(even[1], torch.full((4,), 0.25))
 

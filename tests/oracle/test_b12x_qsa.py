@@ -15,7 +15,7 @@ from specdec.checkpoint.writer import write_checkpoint
 from specdec.ops.rope import RopeTable
 from specdec.state.store import StateStore
 from specdec_qwen38.geometry import TINY, Geometry
-from specdec_qwen38.sparse_attention import RowPlan, SparseAttention
+from specdec_qwen38.sparse_attention import RopedRows, SparseAttention
 from specdec_qwen38.state import drafter_layout
 from specdec_qwen38.weights import Weights
 
@@ -55,8 +55,8 @@ class Layer:
             positions=tokens, rotated=geometry.rotary_dim, theta=geometry.rope_theta, dtype=dtype, device=device
         )
 
-    def plan(self, slots, starts, rows: int, valid=None) -> RowPlan:
-        return RowPlan.build(
+    def plan(self, slots, starts, rows: int, valid=None) -> RopedRows:
+        return RopedRows.of(
             self.store,
             self.geometry,
             self.rope,
@@ -243,7 +243,7 @@ def test_steps_of_one_plan_equal_one_row_calls(tmp_path, start):
             layer(prompt[slot : slot + 1, : starts[slot]], [slot], [0])
         layer(ids.flip(0), [0, 1], [first - 1 for first in starts])
         layer(prompt[:, :1], [0, 1], [first - 1 for first in starts])
-    steps = layers[0].plan([0, 1], starts, count).steps(g)
+    steps = layers[0].plan([0, 1], starts, count).steps()
     for j, step in enumerate(steps):
         m = F.one_hot(ids[:, j], INPUTS).float()
         alone = layers[1](ids[:, j : j + 1], [0, 1], [first + j for first in starts])[:, 0]

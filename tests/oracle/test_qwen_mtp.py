@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from attrs import frozen
-from mtp_oracle import MtpOracle, Recorder
-from qwen_models import Prepared, prepare, write_random_checkpoint
+from mtp_oracle import MtpOracle
+from prepared import Prepared
+from qwen_models import prepare, write_random_checkpoint
+from recorder import Recorder
 
 from specdec.state.requests import CONSUMED, PENDING, Lanes
 

@@ -27,6 +27,8 @@ DECLARATION = [
     "preparation",
     "manifest",
     "converters",
+    "config_fields",
+    "tensor_names",
 ]
 #: Modules of a plugin that are imported while plugins are discovered.
 DISCOVERED = ["__init__", "plugin", "recipe", "geometry", "inventory", "state"]

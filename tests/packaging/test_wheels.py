@@ -1,71 +1,21 @@
 """Wheels of the core and of the plugin: what they hold, and that they work in an environment without anything else of ours."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
-import venv
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import build_wheels, install_wheels, names, run
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plugins" / "qwen38" / "specdec_qwen38"
 
-#: Relative folders that a build needs; copied, so that building leaves nothing in the repository.
-SOURCES = ["core", "plugins/qwen38"]
-
-
-def run(*command: object, **options: object) -> str:
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("SPECDEC_", "PYTHON", "PIP_"))
-    }
-    done = subprocess.run(
-        [str(part) for part in command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        **options,
-    )  # type: ignore[call-overload]
-    assert done.returncode == 0, f"$ {' '.join(str(part) for part in command)}\n{done.stdout}\n{done.stderr}"
-    return str(done.stdout)
-
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Wheel files by distribution, built from a copy of the sources with the build backend of this environment."""
     pytest.importorskip("hatchling")
-    source = tmp_path_factory.mktemp("source") / "specdec"
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", ".venv")
-    for folder in SOURCES:
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    output = tmp_path_factory.mktemp("wheels")
-    for folder in (source, source / "plugins" / "qwen38"):
-        run(
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-index",
-            "-w",
-            output,
-            folder,
-        )
-    return {path.name.split("-")[0].replace("_", "-"): path for path in output.glob("*.whl")}
-
-
-def names(wheel: Path) -> set[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+    return build_wheels(tmp_path_factory.mktemp("built"), ["qwen38"])
 
 
 def test_both_are_built(wheels: dict[str, Path]) -> None:
@@ -78,8 +28,11 @@ def test_the_core_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Pat
     info = "specdec_core-0.1.0.dist-info"
     assert {name for name in held if name.endswith(".py")} == expected
     assert "specdec/py.typed" in held
-    assert f"{info}/licenses/LICENSE" in held
     assert {name.split("/")[0] for name in held} == {"specdec", info}
+    with zipfile.ZipFile(wheels["specdec-core"]) as archive:
+        metadata = archive.read(f"{info}/METADATA").decode()
+    # the conformance suite is in the wheel; what it needs is an extra
+    assert "Requires-Dist: pytest>=8; extra == 'testing'" in metadata
 
 
 def test_the_plugin_wheel_holds_the_small_checkpoint_and_no_training(wheels: dict[str, Path]) -> None:
@@ -99,18 +52,27 @@ def test_the_plugin_wheel_holds_the_small_checkpoint_and_no_training(wheels: dic
     assert "Requires-Dist: specdec-core<0.2,>=0.1" in metadata
 
 
+def test_every_wheel_has_its_licence(wheels: dict[str, Path]) -> None:
+    for distribution, wheel in wheels.items():
+        info = f"{distribution.replace('-', '_')}-0.1.0.dist-info"
+        with zipfile.ZipFile(wheel) as archive:
+            assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes(), distribution
+            metadata = archive.read(f"{info}/METADATA").decode()
+        assert "License-Expression: Apache-2.0\nLicense-File: LICENSE\n" in metadata, distribution
+
+
+@pytest.mark.parametrize("project", sorted(ROOT.glob("plugins/*/pyproject.toml")), ids=lambda path: path.parent.name)
+def test_every_plugin_ships_the_licence(project: Path) -> None:
+    """Also those whose wheels are built elsewhere: a wheel has what its project lists, a source distribution what it includes."""
+    data = tomllib.loads(project.read_text(encoding="utf-8"))
+    assert data["project"]["license-files"] == ["LICENSE"]
+    assert "/LICENSE" in data["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert project.with_name("LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with both wheels; third-party packages come from this environment through a path file."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
-    pip = [sys.executable, "-m", "pip", "--python", python]
-    run(*pip, "install", "--no-deps", "--no-index", wheels["specdec-core"], wheels["specdec-qwen38"])
-    # Appended to the path after the new environment's own packages, so the wheels are what is imported.
-    (site / "third_party.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    return folder
+    return install_wheels(tmp_path_factory.mktemp("environment"), wheels.values())
 
 
 def test_the_command_works_from_wheels(installed: Path, tmp_path: Path) -> None:

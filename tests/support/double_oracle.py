@@ -25,7 +25,7 @@ class KeepDouble(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
             return args[0].double()
-        if func is torch.Tensor.to:
+        if func in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(torch.float64 if argument in self.narrow else argument for argument in args)
         if kwargs.get("dtype") in self.narrow:
             kwargs["dtype"] = torch.float64

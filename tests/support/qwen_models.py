@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from attrs import frozen
+from prepared import Prepared
 
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.writer import write_checkpoint
 from specdec.interfaces import Capacities
 from specdec.round.arena import Arena
-from specdec.sampling.params import SamplingParams
 from specdec_qwen38.drafter import MtpDrafter
 from specdec_qwen38.geometry import TINY, Geometry
 from specdec_qwen38.inventory import target_inventory
@@ -147,68 +146,6 @@ def write_random_checkpoint(directory: Path, seed: int, geometry: Geometry = TIN
     return write_checkpoint(
         directory, random_tensors(seed, geometry), {"model_type": "qwen4_exp", "text_config": geometry.to_config()}
     )
-
-
-@frozen(kw_only=True, eq=False)
-class Prepared:
-    """Target, drafter and arena on one page pool per store."""
-
-    target: QwenTarget
-    drafter: MtpDrafter
-    arena: Arena
-    capacities: Capacities
-
-    def admit(
-        self,
-        slot: int,
-        prompt: list[int],
-        *,
-        budget: int = 64,
-        chunks: tuple[int, ...] = (),
-        stops=(),
-        output: tuple[int, ...] = (),
-        min_new_tokens: int = 0,
-        **sampling,
-    ):
-        """Resets a slot, reserves its pages, consumes the prompt in the given chunk sizes and writes its request row.
-
-        output: what the request emitted before; all but its last token are consumed with the prompt.
-        """
-        for store in (self.target.store, self.drafter.store):
-            store.reset(slot)
-            reach = store.page_table.shape[1]
-            store.set_pages(slot, range(1 + slot * reach, 1 + (slot + 1) * reach))
-        where = torch.tensor([slot], device=self.arena.device)
-        inputs = [*prompt, *output[:-1]]
-        start, sizes = 0, list(chunks) or [len(inputs)]
-        while start < len(inputs):
-            size = sizes.pop(0) if sizes else len(inputs) - start
-            chunk = inputs[start : start + size]
-            self.consume(where, chunk, start)
-            start += len(chunk)
-        self.arena.requests.admit(
-            slot,
-            request=slot + 100,
-            epoch=1,
-            consumed=len(inputs),
-            budget=budget,
-            sampling=SamplingParams(**sampling),
-            stop_ids=tuple(stops),
-            prompt=prompt,
-            output=output,
-            min_new_tokens=min_new_tokens,
-        )
-
-    def consume(self, where: torch.Tensor, chunk: list[int], start: int) -> torch.Tensor:
-        """One prompt chunk through target and drafter."""
-        tail = self.target.feedback(where)
-        tokens = torch.tensor(chunk, device=self.arena.device)
-        rows = self.target.prefill(tokens, where, start)
-        if start:
-            self.drafter.prefill(torch.cat([tail, rows[:-1]]), tokens, where, start - 1)
-        elif len(chunk) > 1:
-            self.drafter.prefill(rows[:-1], tokens[1:], where, 0)
-        return rows
 
 
 def prepare(

@@ -1,9 +1,10 @@
 """A checkpoint's headers against what a recipe declares, part by part. Reads no payload and imports no torch."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
@@ -43,9 +44,15 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Inspection:
     """Compare an open checkpoint with the target and drafter inventories of ``recipe``, at the sizes of its configuration.
 
-    A tensor belongs to a part whose names share its beginning: to one that declares it, otherwise to the one with the longest
-    such beginning (and is then unexpected there). A tensor whose beginning no part shares belongs to none.
+    Names are the recipe's canonical ones, and a float weight may be stored in every format that loading reads. A tensor
+    belongs to a part whose names share its beginning: to one that declares it, otherwise to the one with the longest such
+    beginning (and is then unexpected there). A tensor whose beginning no part shares belongs to none.
+
+    Raises:
+        CheckpointError: if the configuration is refused, or two stored names have the same canonical one.
     """
+    if recipe.canonical_name is not None:
+        checkpoint = checkpoint.renamed(_function(recipe.canonical_name))
     inventories = _inventories(checkpoint, recipe)
     roots = sorted(
         ((root, part) for part, inventory in inventories.items() for root in _roots(inventory)), key=_longest
@@ -62,7 +69,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Inspection:
         directory=checkpoint.directory,
         recipe=recipe.name,
         parts=tuple(
-            Part(name=part, validation=checkpoint.validate(inventory, members[part]))
+            Part(name=part, validation=checkpoint.validate(inventory, members[part], any_storage=True))
             for part, inventory in inventories.items()
         ),
         other_count=len(other),
@@ -95,9 +102,15 @@ def recipe_for(checkpoint: Checkpoint, recipes: Iterable[Recipe]) -> Recipe:
 def _inventories(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorInventory]:
     if recipe.inventories is None:
         return {"target": recipe.target_inventory, "drafter": recipe.drafter_inventory}
-    module, _, function = recipe.inventories.partition(":")
-    target, drafter = getattr(import_module(module), function)(checkpoint.config)
+    target, drafter = _function(recipe.inventories)(checkpoint.config, checkpoint)
     return {"target": target, "drafter": drafter}
+
+
+def _function(reference: str) -> Callable[..., Any]:
+    """What a recipe names as ``module:function``."""
+    module, _, name = reference.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
 
 
 def _roots(inventory: TensorInventory) -> list[str]:

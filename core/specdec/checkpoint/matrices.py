@@ -1,18 +1,6 @@
-"""Weights in whatever format a checkpoint stores them.
+"""Weights in whatever format a checkpoint stores them, as values.
 
-The format is recognised by the stored dtype and by the companion tensors beside the weight, never by a table of names, so
-releases of one model that differ in storage load through the same call. For a weight ``X.weight`` the companions are
-``X.weight_scale``, ``X.weight_scale_2`` and ``X.weight_scale_inv``:
-
-========  =====================  ========================================  ===========================================
-format    stored                 companions                                value
-========  =====================  ========================================  ===========================================
-plain     float [...]            none                                      as stored
-NVFP4     uint8 [..., o, i/2]    scale e4m3 [..., o, i/16], scale_2 f32     see :mod:`specdec.checkpoint.nvfp4`
-FP8       e4m3 [...]             scale, one float element                  e4m3 · scale
-FP8-128   e4m3 [o, i]            scale_inv float [o/128, i/128] (ceiling)   e4m3 · scale_inv of its 128 x 128 block
-MXFP8     e4m3 [..., o, i]       scale E8M0 (uint8) [..., o, i/32]          e4m3 · 2^(scale - 127)
-========  =====================  ========================================  ===========================================
+The formats and how they are recognised: :mod:`specdec.checkpoint.storages`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,66 +9,12 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from specdec.checkpoint import nvfp4
+from specdec.checkpoint import csf, nvfp4
 from specdec.checkpoint.reader import Checkpoint
+from specdec.checkpoint.storages import BLOCK_128, BLOCK_MX, CODED_SCALE, PLAIN, storage_of
 from specdec.errors import CheckpointError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_COMPANIONS = ("scale", "scale_2", "scale_inv")
-_PLAIN = ("float64", "float32", "bfloat16", "float16")
-_SCALES = ("float32", "bfloat16", "float16")
-_BLOCK_128 = 128
-_BLOCK_MX = 32
-_KNOWN = (
-    "plain float; uint8 with scale and scale_2 (NVFP4); float8_e4m3fn with scale (FP8, MXFP8) or scale_inv (FP8-128)"
-)
-
-
-def storage_of(checkpoint: Checkpoint, name: str, *, companions: str | None = None) -> str:
-    """Return the storage format of a weight: ``plain``, ``nvfp4``, ``fp8``, ``fp8_128`` or ``mxfp8``.
-
-    ``companions`` is the name the companion suffixes attach to, if not ``name`` itself (shards of one table share a scale).
-    Reads headers only.
-
-    Raises:
-        CheckpointError: if dtype, shape and companions fit no known format; the line names the tensor and what was found.
-    """
-    base = companions or name
-    weight = checkpoint.stored(name)
-    beside = {
-        suffix: checkpoint.stored(f"{base}_{suffix}") for suffix in _COMPANIONS if f"{base}_{suffix}" in checkpoint
-    }
-    shape, scale, inverse = weight.shape, beside.get("scale"), beside.get("scale_inv")
-    kind = (weight.dtype, *beside)
-    matrix = len(shape) >= 2
-    if len(kind) == 1 and weight.dtype in _PLAIN:
-        return "plain"
-    if kind == ("uint8", "scale", "scale_2") and matrix and scale is not None:
-        outer = beside["scale_2"]
-        blocks = (*shape[:-1], shape[-1] * 2 // nvfp4.BLOCK)
-        one_each = outer.shape == shape[:-2] or outer.shape == (1,)
-        whole = shape[-1] * 2 % nvfp4.BLOCK == 0
-        if whole and scale.dtype == "float8_e4m3fn" and scale.shape == blocks and outer.dtype == "float32" and one_each:
-            return "nvfp4"
-    if kind == ("float8_e4m3fn", "scale") and scale is not None:
-        if scale.dtype in _SCALES and scale.shape in ((), (1,)):
-            return "fp8"
-        whole = matrix and shape[-1] % _BLOCK_MX == 0
-        if (
-            whole
-            and scale.dtype in ("uint8", "float8_e8m0fnu")
-            and scale.shape == (*shape[:-1], shape[-1] // _BLOCK_MX)
-        ):
-            return "mxfp8"
-    if kind == ("float8_e4m3fn", "scale_inv") and inverse is not None and len(shape) == 2:
-        blocks = tuple(-(-extent // _BLOCK_128) for extent in shape)
-        if inverse.dtype in _SCALES and inverse.shape == blocks:
-            return "fp8_128"
-    found = ", ".join(f"{base}_{key} {item.dtype} {list(item.shape)}" for key, item in beside.items()) or "none"
-    raise CheckpointError(
-        f"{weight.path}: tensor {name}: no known storage is {weight.dtype} {list(shape)} with companions: {found}; "
-        f"known: {_KNOWN}"
-    )
 
 
 def load_matrix(
@@ -92,7 +26,7 @@ def load_matrix(
     result is a new tensor; nothing of the checkpoint changes.
 
     Raises:
-        CheckpointError: if the tensor is missing or its storage is unknown (:func:`storage_of`).
+        CheckpointError: if the tensor is missing, its storage is unknown (:func:`storage_of`), or its coded scales are damaged.
     """
     base = companions or name
     storage = storage_of(checkpoint, name, companions=companions)
@@ -100,17 +34,17 @@ def load_matrix(
         return checkpoint.load(name).to(dtype)
     weight = checkpoint.load(name, mapped=True)
     if storage == "nvfp4":
-        scale, scale_2 = checkpoint.load(f"{base}_scale", mapped=True), checkpoint.load(f"{base}_scale_2", mapped=True)
-        return nvfp4.dequantise(weight, scale, scale_2).to(dtype)
+        scale_2 = checkpoint.load(f"{base}_scale_2", mapped=True)
+        return nvfp4.dequantise(weight, _block_scale(checkpoint, base), scale_2).to(dtype)
     if storage == "fp8_128":
         scale = checkpoint.load(f"{base}_scale_inv", mapped=True).float()
-        rows = scale.repeat_interleave(_BLOCK_128, dim=0)[: weight.shape[0]]
-        return (weight.float() * rows.repeat_interleave(_BLOCK_128, dim=1)[:, : weight.shape[1]]).to(dtype)
+        rows = scale.repeat_interleave(BLOCK_128, dim=0)[: weight.shape[0]]
+        return (weight.float() * rows.repeat_interleave(BLOCK_128, dim=1)[:, : weight.shape[1]]).to(dtype)
     scale = checkpoint.load(f"{base}_scale", mapped=True)
     if storage == "fp8":
         return (weight.float() * scale.float().reshape(())).to(dtype)
     powers = scale.view(torch.float8_e8m0fnu).float()
-    return (weight.float().unflatten(-1, (-1, _BLOCK_MX)) * powers.unsqueeze(-1)).flatten(-2).to(dtype)
+    return (weight.float().unflatten(-1, (-1, BLOCK_MX)) * powers.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 @frozen(kw_only=True, eq=False)
@@ -127,6 +61,12 @@ class ExpertProjection:
     scale: torch.Tensor | None = field(default=None, repr=False)
     scale_2: torch.Tensor | None = field(default=None, repr=False)
     input_scale: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, out, in) in values, however they are packed."""
+        count, out, width = self.weight.shape
+        return count, out, width * 2 if self.storage == "nvfp4" else width
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return ``[E, out, in]`` as ``dtype``: NVFP4 decoded in float32, then rounded once. Plain storage of that dtype is
@@ -167,7 +107,7 @@ def load_experts(
 
     Raises:
         CheckpointError: if an expert is missing, one is stored beyond ``num_experts``, two experts differ in shape, dtype
-            or format, projections differ in format, or only some experts have an ``input_scale``.
+            or format, projections differ in format, only some experts have an ``input_scale``, or coded scales are damaged.
     """
     if f"{prefix}.gate_up_proj" in checkpoint:
         return _fused_experts(checkpoint, prefix, num_experts, projections)
@@ -189,7 +129,7 @@ def load_experts(
 def _fused_experts(checkpoint: Checkpoint, prefix: str, num_experts: int, projections: Sequence[str]) -> ExpertTensors:
     for name in (f"{prefix}.gate_up_proj", f"{prefix}.down_proj"):
         stored = checkpoint.stored(name)
-        if len(stored.shape) != 3 or stored.shape[0] != num_experts or stored.dtype not in _PLAIN:
+        if len(stored.shape) != 3 or stored.shape[0] != num_experts or stored.dtype not in PLAIN:
             raise CheckpointError(
                 f"{stored.path}: tensor {name}: expected floats [{num_experts}, out, in], "
                 f"found {stored.dtype} {list(stored.shape)}"
@@ -218,11 +158,34 @@ def _stack_projection(checkpoint: Checkpoint, names: list[str], decoded_dtype: t
     return ExpertProjection(
         storage="nvfp4",
         weight=_stack(checkpoint, names),
-        scale=_stack(checkpoint, [f"{name}_scale" for name in names]),
-        scale_2=_stack(checkpoint, [f"{name}_scale_2" for name in names]).reshape(-1),
+        scale=torch.stack([_block_scale(checkpoint, name) for name in names]),
+        scale_2=_stack_scalars(checkpoint, [f"{name}_scale_2" for name in names]),
         # W4A4 needs the scale of every expert; with some absent the missing one is named.
-        input_scale=_stack(checkpoint, inputs).reshape(-1) if any(name in checkpoint for name in inputs) else None,
+        input_scale=_stack_scalars(checkpoint, inputs) if any(name in checkpoint for name in inputs) else None,
     )
+
+
+def _block_scale(checkpoint: Checkpoint, base: str) -> torch.Tensor:
+    """The block scales of the NVFP4 weight ``base``, float8_e4m3fn ``[..., o, i/16]``, decoded if they are coded."""
+    if f"{base}_scale" in checkpoint:
+        return checkpoint.load(f"{base}_scale", mapped=True)
+    fixed, exceptions = (checkpoint.load(f"{base}_{suffix}", mapped=True) for suffix in CODED_SCALE)
+    try:
+        return csf.decode(fixed, exceptions)
+    except ValueError as error:
+        path = checkpoint.stored(f"{base}_{CODED_SCALE[0]}").path
+        raise CheckpointError(f"{path}: tensor {base}_scale: damaged streams: {error}") from error
+
+
+def _stack_scalars(checkpoint: Checkpoint, names: list[str]) -> torch.Tensor:
+    """float32 ``[E]`` of tensors of one element; exporters store them as ``[]`` or ``[1]``, sometimes both in one file."""
+    for name in names:
+        stored = checkpoint.stored(name)
+        if stored.dtype != "float32" or stored.shape not in ((), (1,)):
+            raise CheckpointError(
+                f"{stored.path}: tensor {name}: expected float32 [] or [1], found {stored.dtype} {list(stored.shape)}"
+            )
+    return torch.cat([checkpoint.load(name, mapped=True).reshape(1) for name in names])
 
 
 def _stack(checkpoint: Checkpoint, names: list[str]) -> torch.Tensor:
@@ -239,40 +202,42 @@ def _stack(checkpoint: Checkpoint, names: list[str]) -> torch.Tensor:
     return stacked
 
 
-def quantisation_of(checkpoint: Checkpoint, module_name: str) -> Mapping[str, Any] | None:
+def quantisation_of(
+    checkpoint: Checkpoint, module_name: str, *, aliases: Mapping[str, str] | None = None
+) -> Mapping[str, Any] | None:
     """Return what ``config.json`` says about the quantisation of a module, or None.
 
-    The answer is the entry of ``quantization_config.quantized_layers`` for the module or its nearest listed ancestor.
-    Engines that append the MTP layer to the decoder stack call it ``mtp.layers.{num_hidden_layers}``; files therefore list it
-    under that name, ``mtp.layers.0``, or both. The two are one module here. The entry is information: loading
-    follows the stored tensors, and no tensor carries the alias.
+    The answer is the entry of ``quantization_config.quantized_layers`` for the module or its nearest listed ancestor. The
+    entry is information: loading follows the stored tensors.
+
+    ``aliases`` maps other beginnings of module names to the stored ones (``{"draft.layers.9.": "draft.layers.0."}``), for
+    models whose layers are listed under the names that engines give them. Both names of such a module are one module here.
 
     Raises:
-        CheckpointError: if both names are listed with different entries.
+        CheckpointError: if two names of one module are listed with different entries.
     """
     config = checkpoint.config
     text = config.get("text_config", config)
-    declared = (config.get("quantization_config") or text.get("quantization_config") or {}).get(
-        "quantized_layers"
-    ) or {}
-    alias, real = f"mtp.layers.{text.get('num_hidden_layers')}.", "mtp.layers.0."
-
-    def canonical(name: str) -> str:
-        return real + name.removeprefix(alias) if name.startswith(alias) else name
-
-    module = canonical(module_name)
+    quantisation = config.get("quantization_config") or text.get("quantization_config") or {}
+    listed: dict[str, dict[str, Any]] = {}
+    for name, entry in (quantisation.get("quantized_layers") or {}).items():
+        listed.setdefault(_stored_name(name, aliases or {}), {})[name] = entry
+    module = _stored_name(module_name, aliases or {})
     while module:
-        entries = {name: declared[name] for name in (module, _swap(module, real, alias)) if name in declared}
-        if len(entries) == 2 and len({repr(sorted(entry.items())) for entry in entries.values()}) == 2:
+        entries = list(listed.get(module, {}).values())
+        if any(entry != entries[0] for entry in entries):
             raise CheckpointError(
-                f"{checkpoint.directory / 'config.json'}: quantization_config.quantized_layers gives one module two entries: "
-                f"{entries}"
+                f"{checkpoint.directory / 'config.json'}: quantization_config.quantized_layers gives one module different "
+                f"entries: {listed[module]}"
             )
         if entries:
-            return next(iter(entries.values()))
+            return entries[0]
         module = module.rpartition(".")[0]
     return None
 
 
-def _swap(name: str, old: str, new: str) -> str:
-    return new + name.removeprefix(old) if name.startswith(old) else name
+def _stored_name(module: str, aliases: Mapping[str, str]) -> str:
+    for other, stored in aliases.items():
+        if module.startswith(other):
+            return stored + module.removeprefix(other)
+    return module

@@ -16,7 +16,8 @@ from functools import lru_cache
 
 import torch
 
-BLOCK = 16
+from specdec.checkpoint.storages import BLOCK_NVFP4 as BLOCK
+
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from specdec.checkpoint.header import StoredTensor, read_header
+from specdec.checkpoint.storages import holds_values_of, is_companion
 from specdec.declaration import DTYPE_BYTES, TensorInventory, TensorSpec
 from specdec.errors import CheckpointError
 
@@ -29,7 +30,9 @@ _SHOWN = 10
 class Validation:
     """What :meth:`Checkpoint.validate` found. Lists hold at most ten entries, counts are complete.
 
-    ``mismatched`` holds one line per tensor with expected and found; ``found_bytes`` counts every considered tensor.
+    ``mismatched`` holds one line per tensor with expected and found; ``found_bytes`` counts every considered tensor. The
+    expected totals are those of the inventory, with lists of any length as long as they were found; with ``any_storage``, at
+    the storage of each weight that was found.
     """
 
     expected_count: int
@@ -94,16 +97,15 @@ class Checkpoint:
         if not single.exists() and not index.exists():
             raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX} found; name a directory of safetensors")
         tensors = read_header(single) if single.exists() else _read_shards(index)
-        stored: dict[str, StoredTensor] = {}
-        for tensor in tensors:
-            name = rename(tensor.name) if rename else tensor.name
-            if name in stored:
-                raise CheckpointError(
-                    f"{tensor.path}: tensor {tensor.name} was already found as {stored[name].name} in "
-                    f"{stored[name].path.name}; each tensor may be stored once"
-                )
-            stored[name] = tensor
-        return cls(directory=directory, config=config, stored=stored)
+        return cls(directory=directory, config=config, stored=_by_name(tensors, rename))
+
+    def renamed(self, rename: Callable[[str], str]) -> "Checkpoint":
+        """Return the same checkpoint under other names: ``rename`` maps each stored name, as for :meth:`open`.
+
+        Raises:
+            CheckpointError: if two stored names become the same.
+        """
+        return Checkpoint(directory=self.directory, config=self.config, stored=_by_name(self._stored.values(), rename))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,32 +177,43 @@ class Checkpoint:
             raise CheckpointError(f"{found.path}: tensor {name} cannot be read: {error}") from error
         return tensor if mapped else tensor.clone()
 
-    def validate(self, inventory: TensorInventory, names: Iterable[str] | None = None) -> Validation:
+    def validate(
+        self, inventory: TensorInventory, names: Iterable[str] | None = None, *, any_storage: bool = False
+    ) -> Validation:
         """Compare ``names`` (default: all tensors) with ``inventory``; reads headers only and raises nothing.
 
         ``names`` selects the tensors that may belong to the inventory's part of the model: those among them that it does
-        not declare are unexpected. Everything it declares must be in the checkpoint, selected or not.
+        not declare are unexpected. Everything it declares must be in the checkpoint, selected or not. With ``any_storage``
+        a declared float weight may be stored in every format of :mod:`specdec.checkpoint.storages`, its scales beside it.
         """
         unexpected, mismatched = _Listing(), _Listing()
         found_count = found_bytes = present = 0
+        expected_count, expected_bytes = inventory.count, inventory.bytes
         for name in self._stored if names is None else names:
             stored, spec = self._stored[name], inventory.lookup(name)
             found_count, found_bytes = found_count + 1, found_bytes + stored.bytes
             if spec is None:
-                unexpected.add(name)
+                if any_storage and is_companion(self, name, inventory):
+                    expected_count, expected_bytes = expected_count + 1, expected_bytes + stored.bytes
+                else:
+                    unexpected.add(name)
                 continue
             present += 1
             difference = _difference(spec, stored)
-            if difference:
+            if difference and any_storage and holds_values_of(self, spec):
+                expected_bytes += stored.bytes - spec.bytes
+            elif difference:
                 mismatched.add(difference)
+            elif spec.any_length:
+                expected_bytes += stored.bytes
         missing = _Listing()
         if present < inventory.count:
             for spec in inventory.expand():
                 if spec.name not in self._stored:
                     missing.add(spec.name)
         return Validation(
-            expected_count=inventory.count,
-            expected_bytes=inventory.bytes,
+            expected_count=expected_count,
+            expected_bytes=expected_bytes,
             found_count=found_count,
             found_bytes=found_bytes,
             missing_count=missing.count,
@@ -236,9 +249,24 @@ class _Listing:
 
 
 def _difference(spec: TensorSpec, stored: StoredTensor) -> str | None:
-    if spec.shape == stored.shape and spec.dtype == stored.dtype:
+    fits = len(stored.shape) == 1 if spec.any_length else spec.shape == stored.shape
+    if fits and spec.dtype == stored.dtype:
         return None
-    return f"{spec.name}: expected {spec.dtype} {list(spec.shape)}, found {stored.dtype} {list(stored.shape)}"
+    shape = "[any length]" if spec.any_length else list(spec.shape)
+    return f"{spec.name}: expected {spec.dtype} {shape}, found {stored.dtype} {list(stored.shape)}"
+
+
+def _by_name(tensors: Iterable[StoredTensor], rename: Callable[[str], str] | None) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        name = rename(tensor.name) if rename else tensor.name
+        if name in stored:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name} was already found as {stored[name].name} in "
+                f"{stored[name].path.name}; each tensor may be stored once"
+            )
+        stored[name] = tensor
+    return stored
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Prompts are the beginnings of modules of this package, so the demo needs nothing
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,12 @@ from specdec.cli.options import (
     context_for,
     preparation,
     prepared_model,
-    replace_unwritable,
     sampling_options,
 )
+from specdec.cli.output import replace_unwritable, say, write
+from specdec.cli.refusals import names_options
 from specdec.cli.run import fault_text
-from specdec.cli.tables import columns, json_text
+from specdec.cli.tables import arms_table, json_text
 from specdec.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,10 @@ def add_parser(subparsers: Any) -> None:
     """Adds ``demo`` to the command line."""
     parser = subparsers.add_parser("demo", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="recipe name (default: the one that ships a checkpoint)"
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help="recipe name (default: by the checkpoint, or the one that ships one)",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N", help="tokens per request (default: 128)"
@@ -55,6 +58,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print data instead of text and table")
 
 
+@names_options
 def run(args: argparse.Namespace) -> int:
     """Runs the comparison; one request's text and the table go to stdout, progress to stderr.
 
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from specdec.recipes import recipe_book
 
     book = recipe_book()
-    recipe = book.recipe(args.recipe) if args.recipe else _only_shipped(book.discovery.recipes)
+    recipe = book.recipe(args.recipe) if args.recipe else _unnamed(args.checkpoint, book.discovery.recipes)
     counts = _counts(args.draft_counts, recipe)
     drafting = preparation(args, recipe, speculative=True, draft_tokens=max(counts))
     ordinary = preparation(args, recipe, speculative=False)
@@ -91,45 +95,32 @@ def run(args: argparse.Namespace) -> int:
         for number, prompt in enumerate(prompts)
     ]
     arms = arms_for(speculative, plain, [None, *counts])
-    print(
-        f"specdec: {len(requests)} requests, {args.max_new_tokens} new tokens each, {len(arms)} ways", file=sys.stderr
-    )
+    say(f"specdec: {len(requests)} requests, {args.max_new_tokens} new tokens each, {len(arms)} ways")
     compare(arms, requests)
     baseline = arms[0].tokens_per_second
     data = [arm.as_data(baseline) for arm in arms]
     start, text = tokenizer.decode(prompts[0]), tokenizer.decode(arms[-1].outputs[0])
     if args.json:
-        print(
+        write(
             json_text({"recipe": recipe.name, "requests": len(requests), "arms": data, "prompt": start, "text": text})
         )
     else:
         title = f"--- {SOURCES[0]}, continued by {recipe.name} with {arms[-1].name} after its first {len(prompts[0])} tokens"
-        print(f"{title}\n\n{start}⏵{text}\n\n{_table(data)}")
+        write(f"{title}\n\n{start}⏵{text}\n\n{arms_table(data)}")
     faults = [(arm.name, arm.fault) for arm in arms if arm.fault is not None]
     for name, fault in faults[:1]:
-        print(f"specdec: error: {name}: {fault_text(fault.faults)}", file=sys.stderr)
+        say(f"specdec: error: {name}: {fault_text(fault.faults)}")
     return int(ExitCode.FAILURE if faults else ExitCode.OK)
 
 
-def _table(arms: list[dict[str, Any]]) -> str:
-    head = ("", "tokens", "rounds", "tokens/round", "acceptance by depth", "tokens/s", "speed")
-    rows = [
-        (
-            arm["name"],
-            arm["tokens"],
-            arm["rounds"],
-            f"{arm['tokens_per_round']:.2f}",
-            " ".join(f"{rate:.2f}" for rate in arm["acceptance_by_depth"]) or "-",
-            f"{arm['tokens_per_second']:.1f}",
-            f"{arm['speed_ratio']:.2f}x",
-        )
-        for arm in arms
-    ]
-    return columns([head, *rows])
+def _unnamed(checkpoint: str | None, recipes: Sequence[Recipe]) -> Recipe:
+    """The recipe to show when none is named: the one that accepts ``checkpoint``, or the only one that ships its own."""
+    if checkpoint is not None:
+        from specdec.checkpoint.inspect import recipe_for
+        from specdec.checkpoint.reader import Checkpoint
 
-
-def _only_shipped(recipes: Sequence[Recipe]) -> Recipe:
-    """The recipe to show when none is named."""
+        with Checkpoint.open(checkpoint) as opened:
+            return recipe_for(opened, recipes)
     shipped = [recipe for recipe in recipes if recipe.embedded_checkpoint is not None]
     if len(shipped) == 1:
         return shipped[0]

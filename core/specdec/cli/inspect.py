@@ -1,21 +1,22 @@
 """``specdec inspect DIR``: check a checkpoint's headers against the tensors a recipe declares."""
 
 import argparse
-import json
-import sys
 from typing import Any
 
 from attrs import asdict
 
 from specdec.checkpoint.inspect import Inspection, inspect_checkpoint, recipe_for
 from specdec.checkpoint.reader import Checkpoint
+from specdec.cli.output import write
+from specdec.cli.tables import json_text
 from specdec.errors import ExitCode
 from specdec.recipes import recipe_book
 
 _DESCRIPTION = """\
 Compare the safetensors headers of a checkpoint directory with the tensors that a recipe declares for target and drafter:
-names, shapes, dtypes, counts and bytes. No weights are read, so a checkpoint of any size takes seconds. Exit code 4 if
-anything is missing, mismatched or unexpected."""
+names, shapes, dtypes, counts and bytes. The prefixes and storage formats of other releases that 'specdec run' reads are as
+good as those declared. No weights are read, so a checkpoint of any size takes seconds. Exit code 4 if anything is missing,
+mismatched or unexpected."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -47,10 +48,9 @@ def run(args: argparse.Namespace) -> int:
     with Checkpoint.open(args.directory) as checkpoint:
         result = inspect_checkpoint(checkpoint, chosen or recipe_for(checkpoint, book.discovery.recipes))
     if args.json:
-        json.dump(_as_data(result), sys.stdout, indent=2)
-        print()
+        write(json_text(_as_data(result)))
     else:
-        print(_as_text(result))
+        write(_as_text(result))
     return ExitCode.OK if result.ok else ExitCode.CHECKPOINT
 
 

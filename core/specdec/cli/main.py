@@ -11,9 +11,10 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from specdec import __version__
+from specdec.cli.output import discard, say, write
 from specdec.errors import ExitCode, SpecdecError, UsageError
 
 __all__ = ["COMMANDS", "main"]
@@ -36,6 +37,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:
+            write(message, end="")
+        else:
+            super()._print_message(message, file)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (``specdec.errors.ExitCode``). ``argv`` excludes the program name."""
@@ -43,30 +50,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Before anything else: this must work whatever is installed.
         if arguments[:1] in (["--version"], ["-V"]):
-            print(f"specdec {__version__}")
+            write(f"specdec {__version__}")
             code = int(ExitCode.OK)
         else:
             code = _dispatch(arguments)
-        # Here and not at exit, where a closed pipe could only be reported as an error.
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            # What a plugin printed: here and not at exit, where a failure could not be reported as it should.
+            write("", end="")
         return code
     except SystemExit as leaving:  # argparse leaves this way after a help text
         return leaving.code if isinstance(leaving.code, int) else int(ExitCode.OK)
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("specdec: interrupted")
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader has what it wanted. The rest of the buffer goes nowhere, or the interpreter would complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has what it wanted.
+        discard(sys.stdout)
         return int(ExitCode.OK)
     except SpecdecError as error:
         _show_traceback()
-        _say(f"error: {error}")
+        say(f"specdec: error: {error}")
         return int(error.exit_code)
     except Exception as error:
         if not _show_traceback():
             message = " / ".join(str(error).split("\n")) or "no message"
-            _say(f"internal error: {type(error).__name__}: {message} (set {TRACEBACK_VARIABLE}=1 to see where)")
+            say(f"specdec: internal error: {type(error).__name__}: {message} (set {TRACEBACK_VARIABLE}=1 to see where)")
         return int(ExitCode.FAILURE)
 
 
@@ -114,10 +122,6 @@ def _show_traceback() -> bool:
 
     traceback.print_exc()
     return True
-
-
-def _say(line: str) -> None:
-    print(f"specdec: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ Torch is imported inside the functions that load something, never with this modu
 from __future__ import annotations
 
 import argparse
-import io
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.cli.refusals import option, spelled
 from specdec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ __all__ = [
     "context_for",
     "preparation",
     "prepared_model",
-    "replace_unwritable",
     "request_options",
     "sampling_options",
 ]
@@ -38,12 +36,6 @@ PREFILL_ROWS = 128
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # No machine has more to offer, and starting them would take all of its memory.
 MAX_THREADS = 1024
-
-
-def replace_unwritable() -> None:
-    """Lets standard output show a ``?`` where its encoding lacks a character of the model's text, instead of failing."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +111,18 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --json, log-probabilities of each token and of the N most probable ones, 0 to 20",
     )
+    group.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        metavar="N",
+        help="with --json, the same of each prompt token but the first",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end before this text, decoding without drafts; repeatable, up to 16",
+    )
 
 
 def preparation(
@@ -131,14 +135,14 @@ def preparation(
     """
     from specdec.preparation import PreparationConfig
 
-    for option, value, minimum, maximum in (
+    for name, value, minimum, maximum in (
         ("--max-new-tokens", args.max_new_tokens, 1, None),
         ("--context", args.context, 2, None),
         ("--threads", args.threads, 1, MAX_THREADS),
     ):
         if value is not None and (value < minimum or (maximum is not None and value > maximum)):
             allowed = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
-            raise UsageError(f"{option} is {value}; allowed: {allowed}")
+            raise UsageError(f"{name} is {value}; allowed: {allowed}")
     return PreparationConfig.for_recipe(
         recipe,
         concurrency=1,
@@ -166,12 +170,9 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
         penalties["logit_bias"] = tuple(_bias(text) for text in args.logit_bias)
     options = {**filters, "seed": args.seed, **penalties}
     for name, value in options.items():
-        try:
-            SamplingParams(**{name: value})
-        except UsageError as error:
-            raise UsageError(f"{_option(name)}: {error}") from error
+        SamplingParams(**{name: value})
     if args.greedy and filters:
-        given = ", ".join(f"{_option(name)} {value}" for name, value in filters.items())
+        given = ", ".join(f"{option(name)} {value}" for name, value in filters.items())
         raise UsageError(
             f"--greedy takes the most probable token, so {given} would have no effect; drop one of the two"
         )
@@ -187,15 +188,18 @@ def request_options(args: argparse.Namespace, recipe: Recipe, sampling: dict[str
     from specdec.sampling.params import SamplingParams
     from specdec.serving.request import Request
 
-    options = {name: getattr(args, name) for name in ("min_new_tokens", "ignore_eos", "logprobs")}
+    options = {name: getattr(args, name) for name in ("min_new_tokens", "ignore_eos", "logprobs", "prompt_logprobs")}
+    options["stop"] = tuple(args.stop or ())
     for name, value in options.items():
-        try:
-            Request(prompt=(0,), max_new_tokens=args.max_new_tokens, **{name: value})
-        except UsageError as error:
-            raise UsageError(f"{_option(name)}: {error}") from error
-    if args.logprobs is not None and not args.json:
-        raise UsageError(f"--logprobs {args.logprobs} shows with --json only; add --json or drop it")
-    refuse_unsupported(recipe, options_in_use(SamplingParams(**sampling), **options))
+        Request(prompt=(0,), max_new_tokens=args.max_new_tokens, **{name: value})
+    for name in ("logprobs", "prompt_logprobs"):
+        if options[name] is not None and not args.json:
+            raise UsageError(f"{option(name)} {options[name]} shows with --json only; add --json or drop it")
+    used = options_in_use(SamplingParams(**sampling), **options)
+    try:
+        refuse_unsupported(recipe, used)
+    except UsageError as error:
+        raise UsageError(spelled(str(error), (), used)) from error
     return options
 
 
@@ -207,10 +211,6 @@ def _bias(text: str) -> tuple[int, float]:
     except ValueError:
         pass
     raise UsageError(f"--logit-bias is {text!r}; give a token id and a number separated by a colon, like 17:-2.5")
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def prepared_model(args: argparse.Namespace, recipe: Recipe, config: PreparationConfig) -> LoadedModel:

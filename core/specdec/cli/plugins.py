@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
+from specdec.cli.output import say, write
 from specdec.cli.tables import columns, json_text
 from specdec.entry_points import SELECTION_VARIABLE
 from specdec.recipes import recipe_book
@@ -26,9 +26,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints one row per plugin. A plugin that could not be loaded is an answer here, so the exit code stays 0."""
     discovery = recipe_book().discovery
     for notice in discovery.notices:
-        print(f"specdec: {notice}", file=sys.stderr)
+        say(f"specdec: {notice}")
     if args.json:
-        print(
+        write(
             json_text(
                 [
                     {
@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     if not discovery.plugins:
-        print("no plugins are installed", file=sys.stderr)
+        say("no plugins are installed")
         return 0
     rows: list[tuple[str, ...]] = [("plugin", "distribution", "status", "recipes or reason")]
     for record in discovery.plugins:
         detail = record.reason or ", ".join(record.recipes)
         rows.append((record.name, f"{record.distribution} {record.version}", record.status, detail))
-    print(columns(rows))
+    write(columns(rows))
     return 0

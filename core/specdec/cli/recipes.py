@@ -6,10 +6,10 @@ Never imports torch. Plugins that could not be loaded are named on stderr, in th
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from specdec.cli.output import say, write
 from specdec.cli.tables import columns, json_text
 from specdec.declaration import Recipe, StateLayout, TensorInventory
 from specdec.plugins import Discovery
@@ -35,7 +35,7 @@ class _HelpWithTable(argparse.Action):
         trouble = trouble_lines(discovery)
         if trouble:
             parts += ["", "not loaded:", *(f"  {line}" for line in trouble)]
-        print("\n".join(parts))
+        write("\n".join(parts))
         parser.exit()
 
 
@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
     if args.name is not None:
         return _show(book, args.name, as_json=args.json)
     for line in trouble_lines(book.discovery):
-        print(f"specdec: not loaded: {line}", file=sys.stderr)
+        say(f"specdec: not loaded: {line}")
     if args.json:
-        print(json_text([_summary(book, recipe) for recipe in book.discovery.recipes]))
+        write(json_text([_summary(book, recipe) for recipe in book.discovery.recipes]))
     else:
-        print(_table(book.discovery.recipes))
+        write(_table(book.discovery.recipes))
     return 0
 
 
@@ -83,7 +83,7 @@ def _table(recipes: Sequence[Recipe], *, indent: str = "") -> str:
 def _show(book: RecipeBook, name: str, *, as_json: bool) -> int:
     recipe = book.recipe(name)
     if as_json:
-        print(json_text(_details(book, recipe)))
+        write(json_text(_details(book, recipe)))
         return 0
     rows: list[tuple[str, str]] = []
     for key, value in _details(book, recipe).items():
@@ -93,7 +93,7 @@ def _show(book: RecipeBook, name: str, *, as_json: bool) -> int:
         source = recipe.source_of(key)
         if source:
             rows.append(("", f"  source: {source}"))
-    print(columns(rows))
+    write(columns(rows))
     return 0
 
 

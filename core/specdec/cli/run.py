@@ -21,10 +21,11 @@ from specdec.cli.options import (
     context_for,
     preparation,
     prepared_model,
-    replace_unwritable,
     request_options,
     sampling_options,
 )
+from specdec.cli.output import clear_progress, progress, replace_unwritable, say, write
+from specdec.cli.refusals import names_options
 from specdec.cli.tables import json_text
 from specdec.errors import ExitCode, UsageError
 
@@ -72,6 +73,8 @@ def read_prompt(args: argparse.Namespace) -> str:
             text = Path(args.prompt_file).read_bytes().decode("utf-8")
         elif args.prompt == "-":
             source = "--prompt -"
+            if sys.stdin is None:
+                raise UsageError(f"{source}: standard input is closed; send the prompt there")
             text = sys.stdin.buffer.read().decode("utf-8")
         text.encode("utf-8")  # an argument that is not UTF-8 arrives with surrogates
     except OSError as error:
@@ -83,6 +86,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     return text
 
 
+@names_options
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns OK, or FAILURE if the request ended with a fault."""
     from attrs import evolve
@@ -127,6 +131,7 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     pieces: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
     finish, faults = Finish.NONE, 0
     generator = Generator(model)
     generator.submit(request)
@@ -135,6 +140,7 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     while not finish:
         for event in generator.step():
             if isinstance(event, Progress):
+                prompt_logprobs.extend(event.logprobs or ())
                 _progress(event.consumed, event.total)
                 continue
             statistics.add(event.completion, in_round=first_token is not None)
@@ -142,16 +148,16 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
             tokens.extend(event.tokens)
             logprobs.extend(event.logprobs or ())
             finish, faults = event.finish, event.completion.faults
-            piece = stream.push(event.tokens)
+            piece = stream.push(event.tokens) if event.text is None else event.text
             pieces.append(piece)
             if not args.json:
-                print(piece, end="", flush=True)
+                write(piece, end="")
     finished = time.perf_counter()
     pieces.append(stream.finish())
     first_token = first_token or finished
     summary = {
         "recipe": model.recipe.name,
-        "draft_tokens": generator.width - 1,
+        "draft_tokens": 0 if request.stop else generator.width - 1,
         "prompt_tokens": len(request.prompt),
         **summary_of(statistics, finished - first_token),
         "prompt_seconds": first_token - started,
@@ -161,12 +167,14 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
         data = {"text": "".join(pieces), "tokens": tokens, "summary": summary}
         if request.logprobs is not None:
             data["logprobs"] = [_logprobs_data(one) for one in logprobs]
-        print(json_text(data))
+        if request.prompt_logprobs is not None:
+            data["prompt_logprobs"] = [_logprobs_data(one) for one in prompt_logprobs]
+        write(json_text(data))
     else:
-        print(pieces[-1], flush=True)
-        print(summary_text(summary), file=sys.stderr)
+        write(pieces[-1])
+        say(summary_text(summary))
     if finish is Finish.FAULT:
-        print(f"specdec: error: {fault_text(faults)}; the output ends after {len(tokens)} tokens", file=sys.stderr)
+        say(f"specdec: error: {fault_text(faults)}; the output ends after {len(tokens)} tokens")
         return int(ExitCode.FAILURE)
     return int(ExitCode.OK)
 
@@ -224,8 +232,9 @@ def summary_text(summary: dict[str, Any]) -> str:
 
 def _progress(consumed: int, total: int) -> None:
     """One line on a terminal that rewrites itself; elsewhere one line per chunk of a prompt with several."""
-    if sys.stderr.isatty():
-        end = "\r" if consumed < total else "\r\x1b[K"
-        print(f"prompt {consumed}/{total} tokens", end=end, file=sys.stderr, flush=True)
+    if sys.stderr is not None and sys.stderr.isatty():
+        progress(f"prompt {consumed}/{total} tokens")
+        if consumed == total:
+            clear_progress()
     elif total > PREFILL_ROWS:
-        print(f"specdec: prompt {consumed}/{total} tokens", file=sys.stderr)
+        say(f"specdec: prompt {consumed}/{total} tokens")

@@ -1,10 +1,10 @@
 """Aligned text columns, and JSON, for commands that list things. No colours, so ``NO_COLOR`` is always respected."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["columns", "json_text"]
+__all__ = ["arms_table", "columns", "json_text"]
 
 
 def columns(rows: Iterable[Sequence[object]], *, indent: str = "", gap: str = "  ") -> str:
@@ -26,6 +26,24 @@ def columns(rows: Iterable[Sequence[object]], *, indent: str = "", gap: str = " 
         ]
         lines.append((indent + gap.join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def arms_table(arms: Sequence[Mapping[str, Any]]) -> str:
+    """The comparison of draft counts as columns; arms: ``Arm.as_data`` of each, in order. No final line break."""
+    head = ("", "tokens", "rounds", "tokens/round", "acceptance by depth", "tokens/s", "speed")
+    rows = [
+        (
+            arm["name"],
+            arm["tokens"],
+            arm["rounds"],
+            f"{arm['tokens_per_round']:.2f}",
+            " ".join(f"{rate:.2f}" for rate in arm["acceptance_by_depth"]) or "-",
+            f"{arm['tokens_per_second']:.1f}",
+            f"{arm['speed_ratio']:.2f}x",
+        )
+        for arm in arms
+    ]
+    return columns([head, *rows])
 
 
 def json_text(data: Any) -> str:

@@ -1,7 +1,10 @@
-"""Mixture of experts with a softmax router, renormalised top-k weights and a gated shared expert.
+"""Mixture of experts with a shared expert.
 
-    p = softmax(m Wrᵀ);  top-k of p, lower expert id first on ties;  w = p_top / Σ p_top
-    y = Σ_e w_e · down_e( silu(gate_e m) ∘ up_e m )  +  sigmoid(m w_sᵀ) · shared(m)
+    ids, w = route(m Wrᵀ)                                        k experts a row and their weights
+    y = Σ_e w_e · down_e( act(gate_e m, up_e m) )  +  s · shared(m)
+
+The model hands in ``route`` (``route_softmax``, or ``route_biased`` on scores of its choice) and ``act`` (``swiglu``,
+``clamped_swiglu``). The shared expert's factor s is sigmoid(m w_sᵀ) where it has a gate and 1 where it has none.
 
 Two forms of the same sum, chosen once at preparation and used at every width:
 
@@ -24,16 +27,29 @@ from torch import Tensor
 
 from specdec.ops.norms import accumulate_dtype
 
-# Below this many weight bytes in the activation dtype every expert is evaluated: two products over a few MiB cost less than
-# gathering weights per row. Chosen by size so that the form never depends on the number of rows.
-DENSE_LIMIT_BYTES = 8 << 20
-
 Fetch = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 Quantise = Callable[[Tensor, Tensor], Tensor]
+# logits [T, E] → ids [T, k] int64, weights [T, k] in the accumulate dtype
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+# gate and up of one shape → what down reads
+Activation = Callable[[Tensor, Tensor], Tensor]
+
+# Keeps the weights of a row finite when all its selected scores underflow; the constant of the reference classes.
+_SMALLEST_SUM = 1e-20
 
 
-def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Expert ids and weights of every row.
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) ∘ up, any shape. Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202)."""
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(min(gate, limit)) ∘ clamp(up, ±limit), any shape: the gate is bounded from above only, before the silu."""
+    return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+
+
+def route_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Expert ids and weights of every row: the largest probabilities, renormalised.
 
     logits: [T, E]. Returns ids [T, k] int64 and weights [T, k] in the accumulate dtype, summing to one. Ties take the lower id:
     the sort is stable.
@@ -44,23 +60,37 @@ def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return ids[:, :top_k], chosen / chosen.sum(-1, keepdim=True)
 
 
+def route_biased(scores: Tensor, bias: Tensor, *, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Expert ids and weights of every row where a bias takes part in the selection only.
+
+    scores: [T, E], not negative, in the accumulate dtype; bias: [E] in the same. Returns the ids [T, k] int64 of the largest
+    score + bias, lower id first on ties, and the weights scale · score / Σ selected scores [T, k].
+    Source: DeepSeek-V3 technical report (arXiv:2412.19437), section 2.1.2.
+    """
+    ids = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = scores.gather(1, ids)
+    return ids, chosen / (chosen.sum(-1, keepdim=True) + _SMALLEST_SUM) * scale
+
+
 @frozen(kw_only=True, eq=False)
 class SharedExpert:
-    """The expert every row visits. gate, up: [Is, H]; down: [H, Is]; gate_weight: [1, H]; all in the activation dtype."""
+    """The expert every row visits. gate, up: [Is, H]; down: [H, Is]; gate_weight: [1, H], or None for a factor of one; all in
+    the activation dtype."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
-    gate_weight: Tensor
+    gate_weight: Tensor | None = None
 
 
 @frozen(kw_only=True, eq=False)
 class DenseMixture:
     """All experts, the shared one included, as two matrices.
 
-    router: [E + 1, H], the shared expert's gate is its last row; gate_up: [2·(E·I + Is), H], rows gates, ups of the routed
-    experts, then gates, ups of the shared one; down: [H, E·I + Is]. quantise_input: [T, H] → [T, H] and quantise_inner:
-    [T, E, I] → [T, E, I] act on what the routed experts read (W4A4), or are None. Build with ``from_experts`` at preparation.
+    router: [E, H], or [E + 1, H] with the shared expert's gate as its last row; its product is computed in its own dtype;
+    gate_up: [2·(E·I + Is), H], rows gates, ups of the routed experts, then gates, ups of the shared one; down: [H, E·I + Is].
+    quantise_input: [T, H] → [T, H] and quantise_inner: [T, E, I] → [T, E, I] act on what the routed experts read (W4A4), or
+    are None. Build with ``from_experts`` at preparation.
     """
 
     router: Tensor
@@ -68,7 +98,8 @@ class DenseMixture:
     down: Tensor
     num_experts: int
     width: int
-    top_k: int
+    route: Route
+    activation: Activation
     quantise_input: Callable[[Tensor], Tensor] | None = None
     quantise_inner: Callable[[Tensor], Tensor] | None = None
 
@@ -81,19 +112,23 @@ class DenseMixture:
         up: Tensor,
         down: Tensor,
         shared: SharedExpert,
-        top_k: int,
+        route: Route,
+        activation: Activation,
         quantise_input: Callable[[Tensor], Tensor] | None = None,
         quantise_inner: Callable[[Tensor], Tensor] | None = None,
     ) -> DenseMixture:
         """router: [E, H]; gate, up: [E, I, H]; down: [E, H, I]. Allocates the merged matrices."""
         experts, width, hidden = gate.shape
+        if shared.gate_weight is not None:
+            router = torch.cat([router, shared.gate_weight.to(router.dtype)], dim=0)
         return cls(
-            router=torch.cat([router, shared.gate_weight], dim=0),
+            router=router,
             gate_up=torch.cat([gate.reshape(-1, hidden), up.reshape(-1, hidden), shared.gate, shared.up], dim=0),
             down=torch.cat([down.permute(1, 0, 2).reshape(hidden, -1), shared.down], dim=1).contiguous(),
             num_experts=experts,
             width=width,
-            top_k=top_k,
+            route=route,
+            activation=activation,
             quantise_input=quantise_input,
             quantise_inner=quantise_inner,
         )
@@ -101,22 +136,24 @@ class DenseMixture:
     def __call__(self, m: Tensor) -> Tensor:
         """m: [T, H] → [T, H] in the same dtype. Does not change m."""
         experts, routed = self.num_experts, self.num_experts * self.width
-        scores = F.linear(m, self.router)
-        ids, weights = route(scores[:, :experts], self.top_k)
-        table = torch.zeros_like(scores[:, :experts], dtype=weights.dtype).scatter(1, ids, weights)
+        logits = F.linear(m.to(self.router.dtype), self.router)
+        ids, weights = self.route(logits[:, :experts])
+        table = torch.zeros_like(logits[:, :experts], dtype=weights.dtype).scatter(1, ids, weights)
         table = table.to(m.dtype).unsqueeze(-1)
-        opened = torch.sigmoid(scores[:, experts:])
         if self.quantise_input is None:
             hidden = F.linear(m, self.gate_up)
             read, side = hidden[:, : 2 * routed], hidden[:, 2 * routed :]
         else:
             read = F.linear(self.quantise_input(m), self.gate_up[: 2 * routed])
             side = F.linear(m, self.gate_up[2 * routed :])
-        inner = (F.silu(read[:, :routed]) * read[:, routed:]).view(-1, experts, self.width)
+        inner = self.activation(read[:, :routed], read[:, routed:]).view(-1, experts, self.width)
         if self.quantise_inner is not None:
             inner = self.quantise_inner(inner)
         gate, up = side.chunk(2, dim=-1)
-        weighted = torch.cat([(inner * table).flatten(1), F.silu(gate) * up * opened], dim=-1)
+        shared = self.activation(gate, up)
+        if logits.shape[1] > experts:
+            shared = shared * torch.sigmoid(logits[:, experts:]).to(m.dtype)
+        weighted = torch.cat([(inner * table).flatten(1), shared], dim=-1)
         return F.linear(weighted, self.down)
 
 
@@ -124,32 +161,39 @@ class DenseMixture:
 class GatheredMixture:
     """Selected experts only.
 
-    router: [E, H]; fetch(ids [n] int64) → gate [n, I, H], up [n, I, H], down [n, H, I] in the accumulate dtype;
-    quantise_input / quantise_inner: (activation [n, ·], ids [n]) → activation, or None.
+    router: [E, H], its product is computed in its own dtype; fetch(ids [n] int64) → gate [n, I, H], up [n, I, H],
+    down [n, H, I] in the accumulate dtype; quantise_input / quantise_inner: (activation [n, ·], ids [n]) → activation, or None.
     """
 
     router: Tensor
     fetch: Fetch
     shared: SharedExpert
-    top_k: int
+    route: Route
+    activation: Activation
     quantise_input: Quantise | None = None
     quantise_inner: Quantise | None = None
 
     def __call__(self, m: Tensor) -> Tensor:
         """m: [T, H] → [T, H] in the same dtype. Does not change m; experts accumulate in float32 or wider."""
         rows, hidden = m.shape
-        ids, weights = route(F.linear(m, self.router), self.top_k)
-        flat = ids.reshape(-1)
+        ids, weights = self.route(F.linear(m.to(self.router.dtype), self.router))
+        flat, top_k = ids.reshape(-1), ids.shape[1]
         gate, up, down = self.fetch(flat)
         precise = accumulate_dtype(m.dtype)
-        x = m.to(precise).unsqueeze(1).expand(rows, self.top_k, hidden).reshape(-1, hidden)
+        x = m.to(precise).unsqueeze(1).expand(rows, top_k, hidden).reshape(-1, hidden)
         if self.quantise_input is not None:
             x = self.quantise_input(x, flat)
         x = x.unsqueeze(-1)
-        inner = (F.silu(torch.bmm(gate, x)) * torch.bmm(up, x)).squeeze(-1)
+        inner = self.activation(torch.bmm(gate, x), torch.bmm(up, x)).squeeze(-1)
         if self.quantise_inner is not None:
             inner = self.quantise_inner(inner, flat)
-        routed = torch.bmm(down, inner.unsqueeze(-1)).view(rows, self.top_k, hidden)
+        routed = torch.bmm(down, inner.unsqueeze(-1)).view(rows, top_k, hidden)
         routed = (routed * weights.unsqueeze(-1)).sum(1).to(m.dtype)
-        side = F.linear(F.silu(F.linear(m, self.shared.gate)) * F.linear(m, self.shared.up), self.shared.down)
-        return routed + torch.sigmoid(F.linear(m, self.shared.gate_weight)) * side
+        shared = self.shared
+        side = F.linear(self.activation(F.linear(m, shared.gate), F.linear(m, shared.up)), shared.down)
+        if shared.gate_weight is not None:
+            side = torch.sigmoid(F.linear(m, shared.gate_weight)) * side
+        return routed + side
+
+
+Mixture = DenseMixture | GatheredMixture

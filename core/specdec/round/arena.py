@@ -60,6 +60,11 @@ class Arena:
             self._scratch[name] = held
         return held[:size].view(shape)
 
+    def poison(self) -> None:
+        """Overwrites all scratch: floats become NaN, integers −7. Host side, for tests: no later round may read any of it."""
+        for tensor in self._scratch.values():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
+
     def read_frame(self, frame: int, slots: list[int]) -> list[list[int]]:
         """Records of the given slots as Python integers. Synchronises with the device; called between rounds only."""
         rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64).to(self.device)

@@ -20,7 +20,7 @@ EXTENDED_OPTIONS = (
     "min_new_tokens",
     "logprobs",
 )
-#: Alternatives that a request may ask for with ``logprobs`` (OpenAI API reference, ``top_logprobs``).
+#: Alternatives that a request may ask for with ``logprobs`` or ``prompt_logprobs`` (OpenAI API reference, ``top_logprobs``).
 MAX_LOGPROBS = 20
 #: Without effect when the most probable token is taken.
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -29,15 +29,16 @@ _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 def options_in_use(sampling: SamplingParams, **others: Any) -> Mapping[str, Any]:
     """Options that change something, with their values, in the order of ``REQUEST_OPTIONS``.
 
-    others: options of a request outside its sampling settings (``min_new_tokens``, ``ignore_eos``, ``logprobs``); 0, False and
-    None are off, except that 0 log-probabilities asks for those of the emitted tokens.
+    others: options of a request outside its sampling settings (``min_new_tokens``, ``ignore_eos``, ``logprobs``,
+    ``prompt_logprobs``, ``stop``); 0, False, None and () are off, except that 0 log-probabilities asks for those of the tokens
+    alone.
     """
     neutral = {field.name: field.default for field in fields(SamplingParams)}
     used = {name: getattr(sampling, name) for name in neutral if getattr(sampling, name) != neutral[name]}
     if sampling.greedy:
         used = {name: value for name, value in used.items() if name not in _FILTERS}
     for name, value in others.items():
-        if value is not None and (value or name == "logprobs"):
+        if value is not None and (value or name in ("logprobs", "prompt_logprobs")):
             used[name] = value
     return {name: used[name] for name in REQUEST_OPTIONS if name in used}
 

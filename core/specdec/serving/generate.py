@@ -19,7 +19,10 @@ from specdec.sampling.options import EXTENDED_OPTIONS, refuse_unsupported
 from specdec.serving.model import STOP_IDS, LoadedModel
 from specdec.serving.prefixes import PrefixState, Snapshots, TokenRun
 from specdec.serving.prefixes import prefix_cache as empty_cache
+from specdec.serving.prompt_scores import PromptScores
+from specdec.serving.ranks import RankAgreement
 from specdec.serving.request import Emission, Event, Progress, Request, TokenLogprobs
+from specdec.serving.stops import StopMatcher
 from specdec.state.prefix import PrefixCache
 
 
@@ -29,7 +32,8 @@ class _Resident:
 
     budget: most new tokens. context_bound: the context, not max_new_tokens, sets it. run: prompt and acknowledged output.
     consumed: inputs whose state the slot holds, as acknowledged. started: its first token was sampled. in_flight: a round of it
-    was submitted and not acknowledged, so the slot's state is not known to be that of ``consumed``.
+    was submitted and not acknowledged, so the slot's state is not known to be that of ``consumed``. matcher: looks for stop
+    strings, None if there are none.
     """
 
     number: int
@@ -42,6 +46,7 @@ class _Resident:
     consumed: int = 0
     started: bool = False
     in_flight: bool = False
+    matcher: StopMatcher | None = None
 
     @property
     def settled(self) -> bool:
@@ -56,11 +61,17 @@ class Generator:
     """
 
     def __init__(
-        self, model: LoadedModel, *, width: int | None = None, prefix_cache: PrefixCache | None = None
+        self,
+        model: LoadedModel,
+        *,
+        width: int | None = None,
+        prefix_cache: PrefixCache | None = None,
+        ranks: RankAgreement | None = None,
     ) -> None:
         """width: verification width of every round; None takes the configuration's fixed width or the widest prepared.
         prefix_cache: checkpoints to continue prompts from and to leave behind, made by ``serving.prefixes.prefix_cache`` for
-        this model; None does without.
+        this model; None does without. ranks: compares every round with the other ranks of a tensor-parallel run before any of
+        it is applied, and raises DesynchronisationError from ``step`` and ``run`` if they differ.
 
         Raises UsageError if the width was not prepared or the cache is another model's.
         """
@@ -81,6 +92,9 @@ class Generator:
         self._prefixes = PrefixState(model, prefix_cache if prefix_cache is not None else empty_cache(model, 0))
         self._page = model.target.store.layout.page_tokens
         self._cancelled: deque[Emission] = deque()
+        self._ranks = ranks
+        # of the first waiting request, if it asks for them; kept while it waits, so that nothing is delivered twice
+        self._scores: PromptScores | None = None
         self._next_request = 0
         self._round = 0
 
@@ -88,8 +102,8 @@ class Generator:
         """Queues a request and returns its number.
 
         Raises UsageError if prompt and earlier output leave no room for one new token, a token id is outside the vocabulary,
-        there are too many stop ids, or an option was not prepared or is none that the recipe can honour, and CapacityError if
-        all pages together would not hold it; the message names value and limit.
+        there are too many stop ids, earlier output already contains a stop string, or an option was not prepared or is none
+        that the recipe can honour, and CapacityError if all pages together would not hold it; the message names value and limit.
         """
         self._check(request)
         number = self._next_request
@@ -124,6 +138,12 @@ class Generator:
                     "shorten the prompt or lower the number of new tokens"
                 )
         refuse_unsupported(self.model.recipe, request.options_in_use)
+        matcher = self._matcher(request)
+        if matcher is not None and matcher.matched:
+            raise UsageError(
+                f"the text of the {len(request.output)} tokens in output already contains a stop string, so this request has "
+                "ended; resume it with other strings or not at all"
+            )
         if request.extended and self.model.arena.requests.options is None:
             names = [name for name in request.options_in_use if name in EXTENDED_OPTIONS]
             raise UsageError(
@@ -148,10 +168,10 @@ class Generator:
         """Ends a waiting or running request; its slot and pages are free at once, and an emission without tokens says CANCELLED
         in the next step. What was acknowledged of it may serve as a prefix. False if it has ended already or never existed.
         """
-        for place, (waiting, _) in enumerate(self._waiting):
+        for place, (waiting, request) in enumerate(self._waiting):
             if waiting == number:
                 del self._waiting[place]
-                self._cancelled.append(self._cancellation(number, None))
+                self._cancelled.append(self._cancellation(number, None, "" if request.stop else None))
                 return True
         resident = next((resident for resident in self._residents.values() if resident.number == number), None)
         if resident is None:
@@ -159,10 +179,11 @@ class Generator:
         if self._publishes and resident.settled:
             self._prefixes.publish(resident.slot, resident.run, resident.consumed)
         self._retire(resident)
-        self._cancelled.append(self._cancellation(number, resident))
+        text = None if resident.matcher is None else resident.matcher.finish()
+        self._cancelled.append(self._cancellation(number, resident, text))
         return True
 
-    def _cancellation(self, number: int, resident: _Resident | None) -> Emission:
+    def _cancellation(self, number: int, resident: _Resident | None, text: str | None) -> Emission:
         """The record of a request that no round ended: of what was acknowledged, with nothing emitted."""
         record = [0] * METADATA_FIELDS
         record[Field.REQUEST], record[Field.ROUND], record[Field.SLOT] = number, self._round, -1
@@ -173,7 +194,7 @@ class Generator:
             record[Field.CONSUMED], record[Field.GENERATED] = resident.consumed, generated
             record[Field.PENDING] = resident.run.tokens[-1]
         completion = Completion.parse(record)
-        return Emission(request=number, tokens=(), finish=Finish.CANCELLED, completion=completion)
+        return Emission(request=number, tokens=(), finish=Finish.CANCELLED, completion=completion, text=text)
 
     # as a decorator, because a `with` around a yield would leave the caller in inference mode between two events
     @torch.inference_mode()
@@ -214,7 +235,12 @@ class Generator:
             run=TokenRun(request.inputs),
         )
         try:
-            resident.consumed = self._prefixes.admit(resident.slot, resident.run, self._reach(request))
+            resident.consumed = self._prefixes.admit(
+                resident.slot,
+                resident.run,
+                self._reach(request),
+                reuse=request.prompt_logprobs is None,  # reused tokens would have no scores
+            )
         except CapacityError:
             if not self._residents:
                 raise
@@ -240,6 +266,7 @@ class Generator:
         self._enter(resident)
         resident.run.extend(resident.request.output[-1:])
         resident.started = bool(resident.request.output)
+        resident.matcher = self._matcher(resident.request)
         self._waiting.popleft()
         self._residents[resident.slot] = resident
 
@@ -269,6 +296,14 @@ class Generator:
         stops = defaults if request.stop_ids is None else request.stop_ids
         return tuple(token for token in stops if token not in defaults) if request.ignore_eos else stops
 
+    def _matcher(self, request: Request) -> StopMatcher | None:
+        """Looks for the stop strings of a request, in the text of its earlier output first; None if it has none."""
+        if not request.stop:
+            return None
+        matcher = StopMatcher(self.model.tokenizer.stream(), request.stop, request.min_new_tokens)
+        matcher.push(request.output)
+        return matcher
+
     def _prefill(self, resident: _Resident) -> Iterator[Progress]:
         """Consumes what is left of the prompt in chunks; the drafter absorbs every row whose next token is known.
 
@@ -278,6 +313,7 @@ class Generator:
         where = torch.tensor([resident.slot], dtype=torch.int64).to(model.device)
         tokens = torch.tensor(resident.request.inputs, dtype=torch.int64).to(model.device)
         total = len(tokens)
+        self._scores = scores = PromptScores.of(resident.request, number, self._scores)
         if resident.consumed:
             yield Progress(request=number, consumed=resident.consumed, total=total)
         while resident.consumed < total and self._is_next(resident):
@@ -289,6 +325,9 @@ class Generator:
             # read before the chunk overwrites it: the row before the chunk pairs with the chunk's first token
             tail = model.target.feedback(where)
             feedback = model.target.prefill(chunk, where, start)
+            if scores is not None:
+                # before the drafter runs, whose scratch may be where the chunk's hidden states are
+                scores.read(model.target, start, end, tokens)
             if model.drafter is not None:
                 if start:
                     model.drafter.prefill(torch.cat([tail, feedback[:-1]]), chunk, where, start - 1)
@@ -297,7 +336,9 @@ class Generator:
             resident.consumed = end
             if self._publishes and (end == total or end % self._page == 0):
                 self._prefixes.publish(resident.slot, resident.run, end)
-            yield Progress(request=number, consumed=end, total=total)
+            yield Progress(
+                request=number, consumed=end, total=total, logprobs=None if scores is None else scores.take()
+            )
 
     # --- rounds ----------------------------------------------------------------------------------------------------
 
@@ -310,18 +351,22 @@ class Generator:
         return self._collect(newcomers, None)
 
     def _run_round(self, running: list[_Resident]) -> list[Emission]:
-        drafts = self.width - 1
-        ceilings = []
-        for resident in running:
-            wanted = resident.request.draft_tokens
-            ceilings.append(drafts if wanted is None else min(drafts, wanted))
-        _, captured = self.model.round_for(len(running), self.width)
+        ceilings = [self._ceiling(resident.request) for resident in running]
+        # a round for lanes that draft nothing verifies nothing but their pending tokens
+        _, captured = self.model.round_for(len(running), self.width if any(ceilings) else 1)
         extended = any(resident.request.extended for resident in running)
         boundary = self._publishes and any(self._may_cross(resident) for resident in running)
         for resident in running:
             resident.in_flight = True
         captured.submit([r.slot for r in running], ceilings, self._round, boundary=boundary, extended=extended)
         return self._collect(running, captured.boundary_state if boundary else None)
+
+    def _ceiling(self, request: Request) -> int:
+        """Most drafts of a round for one request."""
+        if request.stop:
+            return 0  # a token behind a stop string must not be consumed, and only the host knows where one ends
+        drafts = self.width - 1
+        return drafts if request.draft_tokens is None else min(drafts, request.draft_tokens)
 
     def _may_cross(self, resident: _Resident) -> bool:
         return (resident.consumed + self.width) // self._page > resident.consumed // self._page
@@ -331,6 +376,8 @@ class Generator:
         leave half of it undone. boundary: the round's snapshots at page boundaries, if it took any."""
         frame, slots = self._round % 2, [r.slot for r in residents]
         records = self.model.arena.read_frame(frame, slots)
+        if self._ranks is not None:
+            self._ranks.check(self._round, records)
         asked = any(resident.request.logprobs is not None for resident in residents)
         logprobs = self.model.arena.read_logprobs(frame, slots) if asked else [()] * len(slots)
         number = self._round
@@ -348,8 +395,9 @@ class Generator:
                 finish = Finish.CONTEXT
             resident.run.extend(completion.tokens)
             resident.consumed, resident.in_flight = completion.consumed, False
+            text, finish = self._match(resident, completion.tokens, finish)
             if self._publishes and resident.settled and finish is not Finish.FAULT:
-                self._publish(resident, completion, boundary, lane)
+                self._publish(resident, completion, finish, boundary, lane)
             if finish is not Finish.NONE:
                 self._retire(resident)
             wanted = resident.request.logprobs
@@ -360,17 +408,31 @@ class Generator:
                     finish=finish,
                     completion=completion,
                     logprobs=None if wanted is None else self._logprobs(completion.tokens, row, wanted),
+                    text=text,
                 )
             )
         return events
 
-    def _publish(self, resident: _Resident, completion: Completion, boundary: Snapshots | None, lane: int) -> None:
+    @staticmethod
+    def _match(resident: _Resident, tokens: tuple[int, ...], finish: Finish) -> tuple[str | None, Finish]:
+        """Text that acknowledged tokens release, and whether the request ends, for one with stop strings."""
+        matcher = resident.matcher
+        if matcher is None:
+            return None, finish
+        found = matcher.push(tokens)
+        assert found.kept == len(tokens), "rounds of such a request emit one token"
+        text = found.text if finish is Finish.NONE else found.text + matcher.finish()
+        return text, Finish.STOP if matcher.matched and finish is not Finish.FAULT else finish
+
+    def _publish(
+        self, resident: _Resident, completion: Completion, finish: Finish, boundary: Snapshots | None, lane: int
+    ) -> None:
         """Makes checkpoints at the page boundary that an acknowledged round crossed and, if it was the last, at its end."""
         before, after = completion.consumed - completion.emitted, completion.consumed
         crossed = after // self._page * self._page
         if boundary is not None and crossed > before:
             self._prefixes.publish(resident.slot, resident.run, crossed, boundary=boundary, lane=lane)
-        if completion.finish is not Finish.NONE:
+        if finish is not Finish.NONE:
             self._prefixes.publish(resident.slot, resident.run, after)
 
     @staticmethod

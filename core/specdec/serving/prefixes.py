@@ -98,15 +98,16 @@ class PrefixState:
     def _pools(self) -> tuple[PagePool, ...]:
         return self.cache.pools
 
-    def admit(self, slot: int, run: TokenRun, reach: int) -> int:
+    def admit(self, slot: int, run: TokenRun, reach: int, *, reuse: bool = True) -> int:
         """Resets a slot, gives it pages for ``reach`` tokens and the state of the longest checkpoint of its prompt.
 
+        reuse: False uses no checkpoint, for a request that needs every prompt token to be consumed by itself.
         Returns how many prompt tokens need not be consumed. Raises CapacityError, leaving the slot without pages, if running
         requests hold too many.
         """
         # whoever had the slot before and was abandoned holds nothing any more
         self.cache.release(slot)
-        claim = self.cache.claim(slot, run.tokens, reach)
+        claim = self.cache.claim(slot, run.tokens, reach, reuse=reuse)
         try:
             for store, pool in zip(self.model.stores, self._pools, strict=True):
                 store.reset(slot)

@@ -13,10 +13,20 @@ from specdec.errors import UsageError
 from specdec.round.completion import Completion, Finish
 from specdec.sampling.options import EXTENDED_OPTIONS, MAX_LOGPROBS, options_in_use
 from specdec.sampling.params import SamplingParams
+from specdec.serving.stops import MAX_STOP_STRINGS
 
 
 def _token_ids(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(ids)
+
+
+def _strings(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return (value,)
+    try:
+        return tuple(value)
+    except TypeError:
+        raise UsageError(f"stop is {value!r}; it must be a string or several") from None
 
 
 @frozen(kw_only=True)
@@ -28,16 +38,23 @@ class Request:
     the round's. min_new_tokens: stop ids are forbidden while fewer tokens than this were emitted, so the earliest one is the
     token after them; budget and context may still end the request. ignore_eos: the checkpoint's stop ids end nothing, and are
     not forbidden either; other ``stop_ids`` still do. logprobs: 0 to 20, log-probabilities of each emitted token and of that
-    many most probable ones under the target's unmodified distribution; None asks for none.
+    many most probable ones under the target's unmodified distribution; None asks for none. prompt_logprobs: the same of each
+    prompt token but the first, delivered with ``Progress``; such a request consumes its whole prompt even if a prefix
+    checkpoint has the state already.
+
+    stop: strings that end the output where its text contains one, at most 16; a single one need not be in a tuple. The output
+    ends with the token whose text completes the string, and its text before it (``Emission.text``); see ``StopMatcher``. One
+    that is complete before ``min_new_tokens`` tokens were emitted, its last token among them, ends nothing. The host has to read
+    a token before the next one may be consumed, so rounds of such a request have no drafts, whatever ``draft_tokens`` says.
 
     output: tokens of this request that an earlier run emitted, when it is resumed. They are not emitted again; they count for
-    the budget, penalties and minimum. All but the last are consumed, the last is pending, and rounds go on as if nothing had
-    happened: the words of a round depend on the seed and the committed position only. A request that takes earlier output as
-    part of its ``prompt`` instead is another request: its first token is drawn without a round, with the first word of the
-    position before it, and its output counts start at zero.
+    the budget, penalties, minimum and stop strings. All but the last are consumed, the last is pending, and rounds go on as if
+    nothing had happened: the words of a round depend on the seed and the committed position only. A request that takes earlier
+    output as part of its ``prompt`` instead is another request: its first token is drawn without a round, with the first word
+    of the position before it, and its output counts start at zero.
 
     Raises UsageError for an empty prompt, a token that is no integer, a budget below 1, a minimum above it, a number out of
-    range, or an output that already fills the budget.
+    range, a stop string that is none or empty, too many of them, or an output that already fills the budget.
     """
 
     prompt: tuple[int, ...] = field(converter=_token_ids)
@@ -48,6 +65,8 @@ class Request:
     min_new_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = field(default=(), converter=_strings)
     output: tuple[int, ...] = field(default=(), converter=_token_ids)
 
     def __attrs_post_init__(self) -> None:
@@ -66,8 +85,26 @@ class Request:
             raise UsageError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if self.logprobs is not None:
             require_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, "0 gives those of emitted tokens alone")
+        if self.prompt_logprobs is not None:
+            why = "0 gives those of prompt tokens alone"
+            require_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, why)
+        self._check_stop()
         if len(self.output) >= self.max_new_tokens:
             raise UsageError(f"output holds {len(self.output)} tokens, but {budget}; raise it to resume this request")
+
+    def _check_stop(self) -> None:
+        for string in self.stop:
+            if not isinstance(string, str):
+                raise UsageError(f"stop holds {string!r}; it takes strings")
+            if not string:
+                raise UsageError("stop holds an empty string, which every text contains; give at least one character")
+            if any("\ud800" <= character <= "\udfff" for character in string):
+                raise UsageError(f"stop holds {string!r}, which is no text that UTF-8 can write; no output contains it")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise UsageError(
+                f"stop holds {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are supported, for the host looks for each "
+                "of them between two rounds"
+            )
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -78,7 +115,12 @@ class Request:
     def options_in_use(self) -> Mapping[str, Any]:
         """Options that change something, by name."""
         return options_in_use(
-            self.sampling, min_new_tokens=self.min_new_tokens, ignore_eos=self.ignore_eos, logprobs=self.logprobs
+            self.sampling,
+            min_new_tokens=self.min_new_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            stop=self.stop,
         )
 
     @property
@@ -88,18 +130,9 @@ class Request:
 
 
 @frozen(kw_only=True)
-class Progress:
-    """Prompt tokens consumed so far of one request."""
-
-    request: int
-    consumed: int
-    total: int
-
-
-@frozen(kw_only=True)
 class TokenLogprobs:
-    """What the target thought of one emitted token: natural logarithms of its own probabilities, before penalties, bias,
-    temperature and filters.
+    """What the target thought of one token, emitted or of the prompt: natural logarithms of its own probabilities, before
+    penalties, bias, temperature and filters.
 
     top: (token, log-probability) of the most probable ones, greatest first, the lowest id first among equals; as many as were
     asked for, or the whole vocabulary if it has fewer.
@@ -111,10 +144,30 @@ class TokenLogprobs:
 
 
 @frozen(kw_only=True)
+class Progress:
+    """Prompt tokens consumed so far of one request; with earlier output, its tokens but the last count as well.
+
+    logprobs: None unless the request asked for ``prompt_logprobs``. Those of all its events in order are one for each prompt
+    token from the second on, each delivered once even if the caller left a step unfinished and the prompt started again.
+    """
+
+    request: int
+    consumed: int
+    total: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@frozen(kw_only=True)
 class Emission:
     """Tokens one round emitted for one request, with the round's record. finish is NONE while the request runs.
 
     logprobs: one for each of ``tokens`` if the request asked for them, else None.
+
+    text: what this emission adds to the output's text if the request has stop strings, else None. It lags behind ``tokens``
+    while a character or what may become a stop string is incomplete; that is released with what settles it, at the latest with
+    the emission that says why the request ended. All of a request's joined are the decoded tokens, cut where the stop string
+    begins; ``finish`` is then STOP, which the round's record does not know. A resumed request goes on with the text that its
+    earlier output had not released, whether or not a cancellation gave it out.
     """
 
     request: int
@@ -122,6 +175,7 @@ class Emission:
     finish: Finish
     completion: Completion
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    text: str | None = None
 
 
 Event = Progress | Emission

@@ -82,12 +82,15 @@ class PrefixCache:
             missed = missed or self._missed.get(key)
         return None, missed
 
-    def claim(self, owner: int, tokens: array[int], reach: int) -> Claim:
+    def claim(self, owner: int, tokens: array[int], reach: int, *, reuse: bool = True) -> Claim:
         """Gives a new request its pages: shared ones of the longest checkpoint and private ones for ``reach`` tokens in all.
 
-        Evicts entries if pages are short. The copied page and the entry's state stay valid until ``settle``. Raises
-        CapacityError, leaving ``owner`` without pages and the cache as it was, if running requests hold too many.
+        reuse: False looks for no checkpoint, and the statistics count no lookup. Evicts entries if pages are short. The copied
+        page and the entry's state stay valid until ``settle``. Raises CapacityError, leaving ``owner`` without pages and the
+        cache as it was, if running requests hold too many.
         """
+        if not reuse:
+            return self._claim(owner, None, reach)
         entry, missed = self._search(tokens)
         if entry is not None:
             try:

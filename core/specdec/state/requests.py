@@ -8,19 +8,18 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from specdec.round.completion import Finish
 from specdec.sampling.law import LawParams
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.penalties import forbid_stops
 from specdec.state.options import OptionTable
 
-# integer columns; FINISH is 0 while the request runs, then the code of ``completion.Finish``
+# integer columns; FINISH is a code of ``completion.Finish``: NONE while the request runs, CANCELLED in a slot without one
 CONSUMED, PENDING, GENERATED, BUDGET, FINISH, REQUEST, EPOCH, SEED, TOP_K, GREEDY, MIN_NEW = range(11)
 INTEGER_COLUMNS = 11
 # float columns
 TEMPERATURE, TOP_P, MIN_P = range(3)
 FLOAT_COLUMNS = 3
-# a slot without a request
-NEUTRAL_FINISH = 5
 # pads a request's stop ids; no token id, and not the −1 that pads emitted tokens
 NO_STOP = -2
 
@@ -82,7 +81,7 @@ class RequestTable:
         self.stops = torch.full((slots + 1, stop_ids), NO_STOP, dtype=torch.int64, device=device)
         # neutral row: one consumed token, so that position N − 1 exists; finished, so that nothing advances
         self.integers[:, CONSUMED] = 1
-        self.integers[:, FINISH] = NEUTRAL_FINISH
+        self.integers[:, FINISH] = int(Finish.CANCELLED)
 
     def admit(
         self,
@@ -132,7 +131,7 @@ class RequestTable:
     def lanes(self, slots: Tensor) -> Lanes:
         """Rows of a round's lanes; terminal requests become dead lanes. slots: [B] int64. Does not change the table."""
         resident = self.integers.index_select(0, slots)
-        live = resident[:, FINISH] == 0
+        live = resident[:, FINISH] == int(Finish.NONE)
         effective = torch.where(live, slots, self.spare)
         return Lanes(
             requested=slots,

@@ -7,11 +7,22 @@ nor numpy. :data:`REAL` is the published model, :data:`TINY` a model with every 
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
-from attrs import NOTHING, asdict, evolve, field, fields_dict, frozen
+from attrs import asdict, evolve, field, frozen
 
-from specdec.errors import CheckpointError
+from specdec.config_fields import (
+    as_items,
+    build,
+    check_rules,
+    integer,
+    is_integer,
+    number,
+    refuse,
+    renamed_items,
+    require_fixed,
+    text_section,
+)
 
 from . import ngram_hash
 
@@ -36,41 +47,8 @@ _DEFAULTS: dict[str, Any] = {"seed": 1234, "norm_topk_prob": True, "ple_layer_id
 _PAGE_TOKENS = 64
 
 
-def _refuse(key: str, value: object, allowed: str) -> CheckpointError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return CheckpointError(f"config.json: {key} is {shown}, allowed: {allowed}")
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _integer(minimum: int, default: Any = NOTHING) -> Any:
-    def check(_instance: object, attribute: Any, value: object) -> None:
-        if not _is_int(value) or value < minimum:
-            raise _refuse(attribute.name, value, f"an integer of at least {minimum}")
-
-    return field(default=default, validator=check)
-
-
-def _number(minimum: float, maximum: float) -> Any:
-    def check(_instance: object, attribute: Any, value: object) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not minimum < value <= maximum:  # type: ignore[operator]
-            raise _refuse(attribute.name, value, f"a number above {minimum:g} and at most {maximum:g}")
-
-    return field(validator=check)
-
-
-def _ids(value: object) -> object:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
-
-
 def _canonical_layer_types(value: object) -> object:
-    if not isinstance(value, (list, tuple)):
-        return value
-    return tuple(_LAYER_TYPES.get(item, item) if isinstance(item, str) else item for item in value)
+    return renamed_items(value, _LAYER_TYPES)
 
 
 @frozen(kw_only=True)
@@ -86,50 +64,48 @@ class Geometry:
             line with the key, the value and what is allowed.
     """
 
-    vocab_size: int = _integer(1)
-    hidden_size: int = _integer(1)
-    num_hidden_layers: int = _integer(1)
+    vocab_size: int = integer(1)
+    hidden_size: int = integer(1)
+    num_hidden_layers: int = integer(1)
     layer_types: tuple[str, ...] = field(converter=_canonical_layer_types)
-    num_attention_heads: int = _integer(1)
-    num_key_value_heads: int = _integer(1)
-    head_dim: int = _integer(1)
-    rope_theta: float = _number(0, math.inf)
-    partial_rotary_factor: float = _number(0, 1)
-    indexer_n_heads: int = _integer(1)
-    indexer_head_dim: int = _integer(1)
-    indexer_budget: int = _integer(1)
-    indexer_compress_ratio: int = _integer(1)
-    linear_num_key_heads: int = _integer(1)
-    linear_num_value_heads: int = _integer(1)
-    linear_key_head_dim: int = _integer(1)
-    linear_value_head_dim: int = _integer(1)
-    linear_conv_kernel_dim: int = _integer(2)
-    num_experts: int = _integer(1)
-    num_experts_per_tok: int = _integer(1)
-    moe_intermediate_size: int = _integer(1)
-    shared_expert_intermediate_size: int = _integer(1)
-    hc_count: int = _integer(2)
-    hc_lowrank: int = _integer(1)
-    ple_layer_ids: tuple[int, ...] = field(converter=_ids)
-    ple_embed_dim: int = _integer(1)
-    ple_conv_kernel_size: int = _integer(2)
-    ngram_size: int = _integer(2)
-    heads_per_ngram: int = _integer(1)
-    ngram_vocab_size_base: int = _integer(2)
-    make_ngram_vocab_size_divisible_by: int = _integer(1)
-    split_ngram_parts: int = _integer(1)
-    seed: int = _integer(0, default=_DEFAULTS["seed"])
-    eos_token_id: int = _integer(0)
-    rms_norm_eps: float = _number(0, 1)
-    max_position_embeddings: int = _integer(1)
+    num_attention_heads: int = integer(1)
+    num_key_value_heads: int = integer(1)
+    head_dim: int = integer(1)
+    rope_theta: float = number(0, math.inf)
+    partial_rotary_factor: float = number(0, 1)
+    indexer_n_heads: int = integer(1)
+    indexer_head_dim: int = integer(1)
+    indexer_budget: int = integer(1)
+    indexer_compress_ratio: int = integer(1)
+    linear_num_key_heads: int = integer(1)
+    linear_num_value_heads: int = integer(1)
+    linear_key_head_dim: int = integer(1)
+    linear_value_head_dim: int = integer(1)
+    linear_conv_kernel_dim: int = integer(2)
+    num_experts: int = integer(1)
+    num_experts_per_tok: int = integer(1)
+    moe_intermediate_size: int = integer(1)
+    shared_expert_intermediate_size: int = integer(1)
+    hc_count: int = integer(2)
+    hc_lowrank: int = integer(1)
+    ple_layer_ids: tuple[int, ...] = field(converter=as_items)
+    ple_embed_dim: int = integer(1)
+    ple_conv_kernel_size: int = integer(2)
+    ngram_size: int = integer(2)
+    heads_per_ngram: int = integer(1)
+    ngram_vocab_size_base: int = integer(2)
+    make_ngram_vocab_size_divisible_by: int = integer(1)
+    split_ngram_parts: int = integer(1)
+    seed: int = integer(0, default=_DEFAULTS["seed"])
+    eos_token_id: int = integer(0)
+    rms_norm_eps: float = number(0, 1)
+    max_position_embeddings: int = integer(1)
     norm_topk_prob: bool = True
     output_gate_type: str
-    mtp_num_hidden_layers: int = _integer(0, default=_DEFAULTS["mtp_num_hidden_layers"])
+    mtp_num_hidden_layers: int = integer(0, default=_DEFAULTS["mtp_num_hidden_layers"])
 
     def __attrs_post_init__(self) -> None:
-        for key, allowed, holds in self._rules():
-            if not holds:
-                raise _refuse(key, getattr(self, key), allowed)
+        check_rules(self, self._rules())
 
     def _rules(self) -> Iterator[tuple[str, str, bool]]:
         """Key, what is allowed, whether it holds; later rules rely on earlier ones."""
@@ -168,7 +144,7 @@ class Geometry:
         )
         ids = self.ple_layer_ids
         yield "ple_layer_ids", "a list of one-based layer numbers", isinstance(ids, tuple)
-        in_range = all(_is_int(item) and 1 <= item <= layers for item in ids)
+        in_range = all(is_integer(item) and 1 <= item <= layers for item in ids)
         yield (
             "ple_layer_ids",
             f"layer numbers from 1 to {layers}, increasing",
@@ -197,27 +173,20 @@ class Geometry:
         Raises:
             CheckpointError: if a key is missing, has a value this implementation has not got, or contradicts another.
         """
-        text = config.get("text_config", config) if isinstance(config, Mapping) else config
-        if not isinstance(text, Mapping):
-            raise _refuse("text_config", text, "an object with the text model's keys")
-        for key, required in _FIXED.items():
-            if text.get(key, required) != required:
-                raise _refuse(key, text[key], repr(required))
+        text = text_section(config)
+        require_fixed(text, _FIXED)
         values = {**_DEFAULTS, **{key: value for key, value in text.items() if value is not None}}
         rope = values.get("rope_parameters", values.get("rope_scaling", {}))
         if not isinstance(rope, Mapping):
-            raise _refuse("rope_parameters", rope, "an object with rope_theta and partial_rotary_factor")
+            raise refuse("rope_parameters", rope, "an object with rope_theta and partial_rotary_factor")
         if rope.get("rope_type", "default") != "default":
-            raise _refuse("rope_parameters.rope_type", rope["rope_type"], "'default'")
+            raise refuse("rope_parameters.rope_type", rope["rope_type"], "'default'")
         values = {**values, **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}}
         values.setdefault("ple_embed_dim", values.get("hidden_size"))
         interval, layers = values.get("full_attention_interval"), values.get("num_hidden_layers")
-        if "layer_types" not in values and _is_int(interval) and interval > 0 and _is_int(layers):
+        if "layer_types" not in values and is_integer(interval) and interval > 0 and is_integer(layers):
             values["layer_types"] = interleaved(layers, interval)
-        missing = [name for name in fields_dict(cls) if name not in values]
-        if missing:
-            raise CheckpointError(f"config.json: missing {', '.join(missing)}; every one of these keys is needed")
-        return cls(**{name: values[name] for name in fields_dict(cls)})
+        return build(cls, values)
 
     def to_config(self) -> dict[str, Any]:
         """Return a text configuration (plain JSON types) that :meth:`from_config` reads back to an equal geometry."""

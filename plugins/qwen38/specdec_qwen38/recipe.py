@@ -33,6 +33,7 @@ RECIPE = Recipe(
     drafter_inventory=mtp_inventory(REAL),
     embedded_checkpoint="specdec_qwen38:tiny",
     inventories="specdec_qwen38.inventory:inventories",
+    canonical_name="specdec.tensor_names:canonical_name",
     sources=(
         ("default_draft_tokens", "serving default of the recipe: widths one to six"),
         (

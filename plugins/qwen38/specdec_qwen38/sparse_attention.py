@@ -1,21 +1,23 @@
 """Sparse attention (QSA) of Qwen3.8-Flash: grouped-query attention over selected groups of tokens plus the open tail.
 
 Groups of ``indexer_compress_ratio`` tokens have one compressed selector key; a query attends to the tokens of its
-``budget_groups`` best complete groups and to the tokens after the last complete group. Ties take the lower group: the sort
-is stable. Source: the ``qwen4_exp`` class of transformers 5.24; ring, tags and anchor as b12x's ``attention.qsa``.
+``budget_groups`` best complete groups and to the tokens after the last complete group (``specdec.ops.grouped_rows``). Source:
+the ``qwen4_exp`` class of transformers 5.24; ring, tags and anchor as b12x's ``attention.qsa``.
 
-``RowPlan`` holds what every layer of one call shares (addresses, rope, masks); ``SparseAttention`` is one layer's weights.
+``RopedRows`` adds rope to what every layer of one call shares; ``SparseAttention`` is one layer's weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from attrs import evolve, frozen
 from torch import Tensor
 
+from specdec.ops.grouped_rows import Chosen, RowPlan
 from specdec.ops.norms import accumulate_dtype, rms_norm
 from specdec.ops.rope import RopeTable, apply_rope
 from specdec.state.store import StateStore
@@ -25,35 +27,16 @@ from .weights import Weights
 
 
 @frozen(kw_only=True, eq=False)
-class RowPlan:
-    """Addresses of one call's rows in one store. B lanes, T rows each; positions [B, T].
+class RopedRows(RowPlan):
+    """Rows of one call with their rotations: of each row's own position, and of the first position of a group that ends there."""
 
-    Invalid rows (masked by ``valid``) read like any other but write only to trash.
-    """
-
-    store: StateStore
-    slots: Tensor
-    batch: int
-    rows: int
-    positions: Tensor
     cos: Tensor  # [B, T, 1, rotated]
     sin: Tensor
-    kv_entries: Tensor  # [B·T]
-    group_entries: Tensor  # [B·T], trash where the row completes no group
-    group_cos: Tensor
+    group_cos: Tensor  # [B, T, rotated]
     group_sin: Tensor
-    ring_read: Tensor  # [B·(ratio − 1)] flat ring entries of the positions just before the interval
-    ring_valid: Tensor  # [B, ratio − 1, 1]
-    ring_write: Tensor  # [B·kept]
-    ring_rows: int
-    page_rows: Tensor
-    unwritten: Tensor  # [B, tokens] positions no row of this call may see
-    causal: Tensor  # [B, T, tokens] positions ≤ the row's own
-    select: bool
-    gather: bool
 
     @classmethod
-    def build(
+    def of(
         cls,
         store: StateStore,
         geometry: Geometry,
@@ -63,98 +46,35 @@ class RowPlan:
         positions: Tensor,
         tokens: int,
         valid: Tensor | None = None,
-    ) -> RowPlan:
-        """Plans the rows and writes their ring tags; checks that the carried group members carry the expected tags.
-
-        slots: [B]; positions: [B, T] consecutive per lane; tokens: attended positions 0 … tokens−1, a multiple of the page;
-        valid: [B, T] bool or None for all.
-        """
-        batch, rows = positions.shape
+    ) -> RopedRows:
+        """See ``RowPlan.build``."""
         ratio = geometry.indexer_compress_ratio
-        completes = positions % ratio == ratio - 1
-        if valid is not None:
-            completes = completes & valid
         cos, sin = rope.at(positions)
-        first = (positions - (ratio - 1)).clamp(min=0)
-        group_cos, group_sin = rope.at(first)
-        extent = store.fields["raw_tags"].extent
-        carried = positions[:, :1] - torch.arange(ratio - 1, 0, -1, device=positions.device)
-        ring_read = (slots.unsqueeze(1) * extent + carried % extent).reshape(-1)
-        tags = store["raw_tags"][0].flatten()
-        held = tags.index_select(0, ring_read).view(batch, -1) == carried
-        # row j needs the carried members that lie in its group: those at or after positions[j] − (ratio − 1)
-        needed = completes.unsqueeze(-1) & (carried.unsqueeze(1) >= first.unsqueeze(-1))
-        store.flag(slots, (needed & ~held.unsqueeze(1)).flatten(1).any(1))
-        ring_rows = min(rows, extent)
-        last = positions[:, rows - ring_rows :]
-        write_slots = slots.unsqueeze(1)
-        if valid is not None:
-            write_slots = torch.where(valid[:, rows - ring_rows :], write_slots, store.spare)
-        ring_write = (write_slots * extent + last % extent).reshape(-1)
-        tags.index_copy_(0, ring_write, last.reshape(-1))
-        groups = tokens // ratio
-        select = groups > geometry.budget_groups
-        seen = torch.arange(tokens, device=positions.device)
-        return cls(
-            store=store,
+        group_cos, group_sin = rope.at((positions - (ratio - 1)).clamp(min=0))
+        return cls.build(
+            store,
+            ratio=ratio,
+            budget=geometry.budget_groups,
             slots=slots,
-            batch=batch,
-            rows=rows,
             positions=positions,
+            tokens=tokens,
+            valid=valid,
             cos=cos.unsqueeze(2),
             sin=sin.unsqueeze(2),
-            kv_entries=store.entries(slots, positions, valid=valid),
-            group_entries=store.entries(slots, positions, group=ratio, valid=completes),
             group_cos=group_cos,
             group_sin=group_sin,
-            ring_read=ring_read,
-            ring_valid=held.unsqueeze(-1),
-            ring_write=ring_write,
-            ring_rows=ring_rows,
-            page_rows=store.page_rows(slots, tokens),
-            unwritten=seen > positions[:, -1:],
-            causal=seen <= positions.unsqueeze(-1),
-            select=select,
-            # gathering single tokens pays once the selection is a small part of the context; fixed by sizes, not by T
-            gather=select and tokens > 2 * (geometry.indexer_budget + ratio),
         )
 
-    def steps(self, geometry: Geometry) -> Iterator[RowPlan]:
-        """The same rows as T calls of one row each: row j is planned as if rows before it had been called already.
-
-        For recursive drafting, where a row's input is known only after the row before it has run. Needs ring extent ≥ T + ratio,
-        so that the tags written for all rows at once hide no carried member.
-        """
-        ratio = geometry.indexer_compress_ratio
-        extent = self.store.fields["raw_tags"].extent
-        back = torch.arange(ratio - 1, 0, -1, device=self.positions.device)
-        carried = self.positions.unsqueeze(-1) - back  # [B, T, ratio − 1]
-        ring_read = self.slots[:, None, None] * extent + carried % extent
-        # members at or after the first row are written by earlier steps, the others were checked by ``build``
-        own = carried >= self.positions[:, :1].unsqueeze(-1)
-        before = F.pad(self.ring_valid.squeeze(-1), (0, self.rows), value=True).unfold(1, ratio - 1, 1)
-        held = own | before[:, : self.rows]
-        kv_entries, group_entries = self.kv_entries.view(self.batch, -1), self.group_entries.view(self.batch, -1)
-        ring_write = self.ring_write.view(self.batch, -1)
-        seen = self.causal.logical_not()
-        for j in range(self.rows):
+    def steps(self) -> Iterator[Self]:
+        """See ``RowPlan.steps``."""
+        for j, step in enumerate(super().steps()):
             row = slice(j, j + 1)
             yield evolve(
-                self,
-                rows=1,
-                positions=self.positions[:, row],
+                step,
                 cos=self.cos[:, row],
                 sin=self.sin[:, row],
-                kv_entries=kv_entries[:, j],
-                group_entries=group_entries[:, j],
                 group_cos=self.group_cos[:, row],
                 group_sin=self.group_sin[:, row],
-                ring_read=ring_read[:, j].reshape(-1),
-                ring_valid=held[:, j].unsqueeze(-1),
-                ring_write=ring_write[:, j],
-                ring_rows=1,
-                unwritten=seen[:, j],
-                causal=self.causal[:, row],
             )
 
 
@@ -198,7 +118,7 @@ class SparseAttention:
             geometry=g,
         )
 
-    def __call__(self, m: Tensor, plan: RowPlan, layer: int) -> Tensor:
+    def __call__(self, m: Tensor, plan: RopedRows, layer: int) -> Tensor:
         """m: [B·T, H] → [B·T, H]. Writes keys, values, compressed keys and the ring of ``layer``, then attends."""
         g = self.geometry
         projected = F.linear(m, self.projection).view(plan.batch, plan.rows, -1)
@@ -208,11 +128,11 @@ class SparseAttention:
         if plan.gather:
             attended = self._attend_gathered(queries, self._choose(index, plan, layer), plan, layer)
         else:
-            visible = self._visible(self._choose(index, plan, layer), plan) if plan.select else plan.causal
+            visible = plan.visible(self._choose(index, plan, layer)) if plan.select else plan.causal
             attended = self._attend_dense(queries, visible, plan, layer)
         return F.linear((attended * torch.sigmoid(gate)).flatten(0, 1), self.output)
 
-    def write(self, m: Tensor, plan: RowPlan, layer: int) -> None:
+    def write(self, m: Tensor, plan: RopedRows, layer: int) -> None:
         """Writes state for rows without attending: all that absorption needs. m: [B·T, H]."""
         g = self.geometry
         keys = self.projection[g.query_width : g.query_width + 2 * g.kv_width]
@@ -223,7 +143,7 @@ class SparseAttention:
         self._store_kv(k, kv[..., g.kv_width :], plan, layer)
         self._store_group_keys(raw, plan, layer)
 
-    def _store(self, qk: Tensor, v: Tensor, index: Tensor, plan: RowPlan, layer: int) -> Tensor:
+    def _store(self, qk: Tensor, v: Tensor, index: Tensor, plan: RopedRows, layer: int) -> Tensor:
         g = self.geometry
         heads = qk.unflatten(-1, (g.num_attention_heads + g.num_key_value_heads, g.head_dim))
         heads = apply_rope(rms_norm(heads, self.qk_scale, g.rms_norm_eps), plan.cos, plan.sin)
@@ -231,24 +151,19 @@ class SparseAttention:
         self._store_group_keys(index[..., -g.indexer_head_dim :], plan, layer)
         return heads[:, :, : g.num_attention_heads]
 
-    def _store_kv(self, k: Tensor, v: Tensor, plan: RowPlan, layer: int) -> None:
-        pair = torch.stack([k, v.reshape(k.shape)], dim=2).flatten(0, 1)
-        plan.store.paged("kv", layer).index_copy_(0, plan.kv_entries, pair)
+    def _store_kv(self, k: Tensor, v: Tensor, plan: RopedRows, layer: int) -> None:
+        plan.write_tokens("kv", layer, torch.stack([k, v.reshape(k.shape)], dim=2).flatten(0, 1))
 
-    def _store_group_keys(self, raw: Tensor, plan: RowPlan, layer: int) -> None:
+    def _store_group_keys(self, raw: Tensor, plan: RopedRows, layer: int) -> None:
         """Compressed key of the group that ends at each row (kept where one does), then the ring, reads before writes."""
-        g = self.geometry
-        ring = plan.store["raw_keys"][layer].flatten(0, 1)
-        carried = ring.index_select(0, plan.ring_read).view(plan.batch, -1, g.indexer_head_dim)
-        extended = torch.cat([torch.where(plan.ring_valid, carried, 0), raw], dim=1)
-        precise = accumulate_dtype(raw.dtype)
-        mean = extended.unfold(1, g.indexer_compress_ratio, 1).to(precise).mean(-1).to(raw.dtype)
-        key = apply_rope(rms_norm(mean, self.index_key_scale, g.rms_norm_eps), plan.group_cos, plan.group_sin)
-        plan.store.paged("group_keys", layer).index_copy_(0, plan.group_entries, key.flatten(0, 1))
-        ring.index_copy_(0, plan.ring_write, raw[:, plan.rows - plan.ring_rows :].reshape(-1, g.indexer_head_dim))
+        members = plan.members("raw_keys", layer, raw)
+        mean = members.to(accumulate_dtype(raw.dtype)).mean(-1).to(raw.dtype)
+        normed = rms_norm(mean, self.index_key_scale, self.geometry.rms_norm_eps)
+        key = apply_rope(normed, plan.group_cos, plan.group_sin)
+        plan.write_groups("group_keys", layer, key.flatten(0, 1))
+        plan.keep_raw("raw_keys", layer, raw)
 
-    def _choose(self, index: Tensor, plan: RowPlan, layer: int) -> tuple[Tensor, Tensor]:
-        """Chosen groups of every row: ids [B, T, budget] int64 and which of them count [B, T, budget] bool."""
+    def _choose(self, index: Tensor, plan: RopedRows, layer: int) -> Chosen:
         g = self.geometry
         iq = index[..., : -g.indexer_head_dim].unflatten(-1, (g.indexer_n_heads, g.indexer_head_dim))
         iq = apply_rope(rms_norm(iq, self.index_query_scale, g.rms_norm_eps), plan.cos, plan.sin)
@@ -256,22 +171,7 @@ class SparseAttention:
         precise = accumulate_dtype(iq.dtype)
         scores = iq.flatten(1, 2).to(precise) @ keys.to(precise).transpose(1, 2)
         scores = scores.relu().view(plan.batch, plan.rows, g.indexer_n_heads, -1).sum(2) / g.indexer_head_dim**0.5
-        complete = (plan.positions + 1) // g.indexer_compress_ratio
-        groups = torch.arange(scores.shape[-1], device=scores.device)
-        # real scores are never negative, so −1 sorts every incomplete group behind them
-        scores = scores.masked_fill(groups >= complete.unsqueeze(-1), -1)
-        ordered, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
-        return ids[..., : g.budget_groups], ordered[..., : g.budget_groups] >= 0
-
-    def _visible(self, chosen: tuple[Tensor, Tensor], plan: RowPlan) -> Tensor:
-        ids, counted = chosen
-        ratio = self.geometry.indexer_compress_ratio
-        tokens = plan.causal.shape[-1]
-        groups = torch.zeros(plan.batch, plan.rows, tokens // ratio, dtype=torch.bool, device=ids.device)
-        groups = groups.scatter(2, ids, counted)
-        tail = torch.arange(tokens, device=ids.device) >= ((plan.positions + 1) // ratio * ratio).unsqueeze(-1)
-        picked = groups.unsqueeze(-1).expand(-1, -1, -1, ratio).flatten(2)
-        return (picked | tail) & plan.causal
+        return plan.choose(scores)
 
     def _attend_dense(self, q: Tensor, visible: Tensor, plan: RowPlan, layer: int) -> Tensor:
         """All pages of the context under a mask. Returns [B, T, heads · head_dim]."""
@@ -287,37 +187,14 @@ class SparseAttention:
         out = out.unflatten(2, (repeat, plan.rows)).permute(0, 3, 1, 2, 4)
         return out.flatten(2)
 
-    def _attend_gathered(self, q: Tensor, chosen: tuple[Tensor, Tensor], plan: RowPlan, layer: int) -> Tensor:
+    def _attend_gathered(self, q: Tensor, chosen: Chosen, plan: RowPlan, layer: int) -> Tensor:
         """Only the selected tokens. Returns [B, T, heads · head_dim]."""
         g = self.geometry
-        ratio, repeat = g.indexer_compress_ratio, g.num_attention_heads // g.num_key_value_heads
-        ids, counted = chosen
-        members = torch.arange(ratio, device=ids.device)
-        picked = (ids.unsqueeze(-1) * ratio + members).flatten(2)
-        tail = ((plan.positions + 1) // ratio * ratio).unsqueeze(-1) + members[:-1]
-        tokens = torch.cat([picked, tail], dim=-1)
-        counts = torch.cat([counted.repeat_interleave(ratio, dim=-1), tail <= plan.positions.unsqueeze(-1)], dim=-1)
-        entries = plan.store.entries(plan.slots, tokens.flatten(1), valid=counts.flatten(1))
+        repeat = g.num_attention_heads // g.num_key_value_heads
+        entries, counts = plan.gathered(chosen)
         kv = plan.store.paged("kv", layer).index_select(0, entries)
-        kv = kv.view(plan.batch * plan.rows, tokens.shape[-1], *kv.shape[1:])
-        kv = kv.masked_fill(~counts.view(plan.batch * plan.rows, -1, 1, 1, 1), 0)
+        kv = kv.view(*counts.shape, *kv.shape[1:]).masked_fill(~counts[:, :, None, None, None], 0)
         k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
         grouped = q.flatten(0, 1).unflatten(1, (g.num_key_value_heads, repeat))
-        mask = counts.view(plan.batch * plan.rows, 1, 1, -1)
-        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=counts[:, None, None])
         return out.reshape(plan.batch, plan.rows, -1)
-
-
-def open_group_state(state: Mapping[str, Tensor], rows: int, geometry: Geometry) -> dict[str, Tensor]:
-    """Ring tags and anchor of a state in which exactly ``rows`` positions are history.
-
-    Only the members of the open group stay valid: a later interval reads no other carried key. The next interval starts at
-    ``rows``, as after a prompt.
-    """
-    tags = state["raw_tags"]
-    first = rows - rows % geometry.indexer_compress_ratio
-    kept = (tags >= first) & (tags < rows)
-    return {
-        "raw_tags": torch.where(kept, tags, -1),
-        "anchor": torch.full_like(state["anchor"], rows - 1),
-    }

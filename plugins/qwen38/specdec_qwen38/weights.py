@@ -6,10 +6,13 @@ The target's text tensors live under one of three prefixes, depending on who exp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from specdec.checkpoint.matrices import ExpertTensors, load_experts, load_matrix
+from specdec.checkpoint.matrices import ExpertTensors, load_experts, load_matrix, quantisation_of
 from specdec.checkpoint.reader import Checkpoint
 from specdec.errors import CheckpointError
 
@@ -113,3 +116,15 @@ def head_weight(checkpoint: Checkpoint, geometry: Geometry, dtype: torch.dtype, 
             reader = Weights(checkpoint, geometry, prefix="", dtype=dtype, device=device)
             return reader.matrix(name, geometry.vocab_size, geometry.hidden_size)
     raise CheckpointError(f"{checkpoint.directory}: no vocabulary head; looked for {', '.join(HEAD_NAMES)}")
+
+
+def declared_quantisation(checkpoint: Checkpoint, geometry: Geometry, module_name: str) -> Mapping[str, Any] | None:
+    """What ``config.json`` says about the quantisation of a module, or None; see ``quantisation_of``.
+
+    Engines that append the MTP layer to the decoder stack call it ``mtp.layers.{num_hidden_layers}``; files therefore list it
+    under that name, ``mtp.layers.0``, or both. No tensor carries the alias.
+
+    Raises CheckpointError if both names are listed with different entries.
+    """
+    aliases = {f"{DRAFTER_PREFIX}layers.{geometry.num_hidden_layers}.": f"{DRAFTER_PREFIX}layers.0."}
+    return quantisation_of(checkpoint, module_name, aliases=aliases)

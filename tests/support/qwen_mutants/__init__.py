@@ -3,6 +3,6 @@ it. Importing this package fills ``MUTANTS``."""
 
 from mutants import MUTANTS
 
-from qwen_mutants import draft_history, lanes_and_ends, options, sampling, target_state
+from qwen_mutants import draft_history, lanes_and_ends, options, prompt_scores, sampling, target_state
 
-__all__ = ["MUTANTS", "draft_history", "lanes_and_ends", "options", "sampling", "target_state"]
+__all__ = ["MUTANTS", "draft_history", "lanes_and_ends", "options", "prompt_scores", "sampling", "target_state"]

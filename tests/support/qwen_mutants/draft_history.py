@@ -56,7 +56,7 @@ def drafts_ignore_the_feedback(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     def make(step: Any) -> Any:
         return lambda self, residual, tokens, plan: step(self, torch.ones_like(residual), tokens, plan)
 
-    override(patch, MtpDrafter, "_step", make)
+    override(patch, MtpDrafter, "step", make)
 
 
 @mutant("test_later_drafts_read_the_drafters_own_output")
@@ -67,7 +67,7 @@ def every_draft_step_reads_the_targets_feedback(bench: Bench, patch: pytest.Monk
 
         return broken
 
-    override(patch, MtpDrafter, "_step", make)
+    override(patch, MtpDrafter, "step", make)
 
 
 def _without_absorbing(patch: pytest.MonkeyPatch, method: str, when: Any) -> None:
@@ -77,11 +77,11 @@ def _without_absorbing(patch: pytest.MonkeyPatch, method: str, when: Any) -> Non
         def broken(self: MtpDrafter, *args: Any) -> Any:
             if not when(*args):
                 return call(self, *args)
-            self._absorb_rows = lambda *rows: None
+            self.absorb_rows = lambda *rows: None
             try:
                 return call(self, *args)
             finally:
-                del self._absorb_rows
+                del self.absorb_rows
 
         return broken
 

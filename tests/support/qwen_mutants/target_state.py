@@ -21,7 +21,7 @@ def recurrent_state_is_not_rolled_back(bench: Bench, patch: pytest.MonkeyPatch) 
 
     def make(replayed: Any) -> Any:
         def broken(self: QwenTarget, slots: Tensor, taken: Tensor) -> Tensor:
-            return replayed(self, slots, torch.where(taken > 0, self._width, taken))
+            return replayed(self, slots, torch.where(taken > 0, self.width, taken))
 
         return broken
 
@@ -136,7 +136,7 @@ def boundary_state_is_that_of_the_round(bench: Bench, patch: pytest.MonkeyPatch)
     """A checkpoint takes everything the round consumed, not what lies before the boundary."""
     snapshot = bench.target.snapshot
     bench.target.snapshot = lambda slots, taken=None: snapshot(
-        slots, None if taken is None else torch.full_like(taken, bench.target._width)
+        slots, None if taken is None else torch.full_like(taken, bench.target.width)
     )
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from attrs import evolve
+from sparse_checkpoint import entries, write_sparse
 
 import specdec_qwen38
 from specdec.checkpoint import Checkpoint
@@ -20,33 +21,7 @@ from specdec_qwen38.geometry import REAL, TINY
 from specdec_qwen38.inventory import mtp_inventory, target_inventory
 from specdec_qwen38.recipe import RECIPE
 
-CODES = {"bfloat16": "BF16", "float32": "F32", "uint8": "U8", "float8_e4m3fn": "F8_E4M3", "int64": "I64"}
 VISION = [("model.visual.blocks.0.attn.qkv.weight", (3456, 1152), "bfloat16", 7_962_624)]
-
-
-def write_sparse(directory, shards, config):
-    """Write headers and index for ``shards`` of (name, shape, dtype, bytes); payloads are holes of the full size."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    weight_map, header_bytes = {}, 0
-    for number, tensors in enumerate(shards):
-        file, header, position = f"part-{number}.safetensors", {}, 0
-        for name, shape, dtype, size in tensors:
-            header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [position, position + size]}
-            position += size
-            weight_map[name] = file
-        raw = json.dumps(header).encode()
-        with (directory / file).open("wb") as out:
-            out.write(len(raw).to_bytes(8, "little") + raw)
-            out.truncate(8 + len(raw) + position)
-        header_bytes += 8 + len(raw)
-    index = json.dumps({"weight_map": weight_map})
-    (directory / "model.safetensors.index.json").write_text(index)
-    return header_bytes + len(index)
-
-
-def entries(inventory):
-    return [(spec.name, spec.shape, spec.dtype, spec.bytes) for spec in inventory.expand()]
 
 
 def use_recipes(monkeypatch, *recipes):
@@ -189,6 +164,7 @@ def test_a_drafter_inside_the_target_names_gets_its_own_tensors(tmp_path):
         SMALL,
         target_inventory=inventory(("model.layers.{l}.w", (("l", 2),)), ("model.layers.2.shared", ()), ("head.w", ())),
         drafter_inventory=inventory(("model.layers.2.w", ()), ("model.layers.2.fc", ())),
+        canonical_name=None,
     )
     names = [f"model.layers.{layer}.w" for layer in range(3)] + ["model.layers.2.shared", "model.layers.2.fc", "head.w"]
     names += ["model.layers.2.extra", "model.layers.7.w", "model.vision.w"]

@@ -9,8 +9,9 @@ import pytest
 from attrs import evolve
 
 from specdec.errors import DeclarationError
+from specdec.tensor_names import canonical_name
 from specdec_qwen38.geometry import REAL, TINY
-from specdec_qwen38.inventory import canonical_name, mtp_inventory, target_inventory
+from specdec_qwen38.inventory import mtp_inventory, target_inventory
 
 LAYER = "model.language_model.layers."
 

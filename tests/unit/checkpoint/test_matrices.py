@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from attrs import evolve
 
 from specdec.checkpoint import Checkpoint, nvfp4
-from specdec.checkpoint.matrices import load_experts, load_matrix, quantisation_of, storage_of
+from specdec.checkpoint.matrices import load_experts, load_matrix, quantisation_of
+from specdec.checkpoint.storages import storage_of
 from specdec.errors import CheckpointError
 
 E4M3 = torch.float8_e4m3fn
@@ -244,34 +246,49 @@ def config(entries, layers=48, outer=True):
 W4A16 = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
 
 
-@pytest.mark.parametrize("listed", ["mtp.layers.0.mlp.experts", "mtp.layers.48.mlp.experts"])
-@pytest.mark.parametrize("asked", ["mtp.layers.0.mlp.experts", "mtp.layers.48.mlp.experts"])
+ALIAS = {"draft.layers.48.": "draft.layers.0."}
+
+
+@pytest.mark.parametrize("listed", ["draft.layers.0.mlp.experts", "draft.layers.48.mlp.experts"])
+@pytest.mark.parametrize("asked", ["draft.layers.0.mlp.experts", "draft.layers.48.mlp.experts"])
 @pytest.mark.parametrize("outer", [True, False])
-def test_the_alias_of_the_mtp_layer_is_one_module(make_checkpoint, listed, asked, outer):
+def test_a_module_may_be_listed_under_an_alias(make_checkpoint, listed, asked, outer):
     path = make_checkpoint({"x": torch.zeros(1)}, config=config({listed: W4A16}, outer=outer))
     with Checkpoint.open(path) as checkpoint:
-        assert quantisation_of(checkpoint, asked) == W4A16
-        assert quantisation_of(checkpoint, asked + ".7.up_proj") == W4A16
-        assert quantisation_of(checkpoint, "mtp.layers.0.self_attn.q_proj") is None
-        assert quantisation_of(checkpoint, "mtp.layers.4.mlp.experts") is None
+        assert quantisation_of(checkpoint, asked, aliases=ALIAS) == W4A16
+        assert quantisation_of(checkpoint, asked + ".7.up_proj", aliases=ALIAS) == W4A16
+        assert quantisation_of(checkpoint, "draft.layers.0.self_attn.q_proj", aliases=ALIAS) is None
+        assert quantisation_of(checkpoint, "draft.layers.4.mlp.experts", aliases=ALIAS) is None
+        # nobody but the caller knows that the names mean one module
+        assert (quantisation_of(checkpoint, asked) == W4A16) is (asked == listed)
 
 
 def test_both_names_may_be_listed_if_they_agree(make_checkpoint):
-    both = {"mtp.layers.0.mlp.experts": W4A16, "mtp.layers.48.mlp.experts": dict(reversed(W4A16.items()))}
+    both = {"draft.layers.0.mlp.experts": W4A16, "draft.layers.48.mlp.experts": dict(reversed(W4A16.items()))}
     with Checkpoint.open(make_checkpoint({"x": torch.zeros(1)}, config=config(both))) as checkpoint:
-        assert quantisation_of(checkpoint, "mtp.layers.48.mlp.experts.0.gate_proj") == W4A16
-    both["mtp.layers.48.mlp.experts"] = {"quant_algo": "NVFP4", "group_size": 16}
+        assert quantisation_of(checkpoint, "draft.layers.48.mlp.experts.0.gate_proj", aliases=ALIAS) == W4A16
+    both["draft.layers.48.mlp.experts"] = {"quant_algo": "NVFP4", "group_size": 16}
     path = make_checkpoint({"x": torch.zeros(1)}, config=config(both), directory="conflict")
     with Checkpoint.open(path) as checkpoint:
-        message = refusal(quantisation_of, checkpoint, "mtp.layers.0.mlp.experts")
-    assert "mtp.layers.0.mlp.experts" in message and "mtp.layers.48.mlp.experts" in message and "config.json" in message
+        message = refusal(quantisation_of, checkpoint, "draft.layers.0.mlp.experts", aliases=ALIAS)
+        assert quantisation_of(checkpoint, "draft.layers.0.mlp.experts") == W4A16
+    assert "draft.layers.0.mlp.experts" in message and "draft.layers.48.mlp.experts" in message
+    assert "config.json" in message
 
 
-def test_the_alias_follows_the_number_of_layers(make_checkpoint):
-    path = make_checkpoint({"x": torch.zeros(1)}, config=config({"mtp.layers.16.mlp.experts": W4A16}, layers=16))
+@pytest.mark.parametrize("layers", [16, 48])
+def test_the_qwen_plugin_knows_the_name_of_its_appended_layer(make_checkpoint, layers):
+    from specdec_qwen38.geometry import REAL, interleaved
+    from specdec_qwen38.weights import declared_quantisation
+
+    geometry = evolve(REAL, num_hidden_layers=layers, layer_types=interleaved(layers, 4))
+    entries = {"mtp.layers.16.mlp.experts": W4A16, "model.language_model.layers.3.mlp.experts": {"quant_algo": "NVFP4"}}
+    path = make_checkpoint({"x": torch.zeros(1)}, config=config(entries, layers=layers))
     with Checkpoint.open(path) as checkpoint:
-        assert quantisation_of(checkpoint, "mtp.layers.0.mlp.experts") == W4A16
-        assert quantisation_of(checkpoint, "mtp.layers.48.mlp.experts") is None
+        found = declared_quantisation(checkpoint, geometry, "mtp.layers.0.mlp.experts.5.up_proj")
+        assert found == (W4A16 if layers == 16 else None)
+        target = declared_quantisation(checkpoint, geometry, "model.language_model.layers.3.mlp.experts")
+        assert target == {"quant_algo": "NVFP4"}
 
 
 def test_the_nearest_listed_ancestor_decides(make_checkpoint):

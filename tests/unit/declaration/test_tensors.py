@@ -131,3 +131,12 @@ def test_two_groups_may_not_declare_one_tensor(first: tuple, second: tuple, clas
             TensorInventory(groups=groups)
     else:
         TensorInventory(groups=groups)
+
+
+def test_a_list_of_any_length_counts_as_a_tensor_without_bytes() -> None:
+    group = TensorGroup(name="x.{e}", axes=[("e", 3)], shape=(0,), dtype="uint32", source="test", any_length=True)
+    assert (group.count, group.bytes) == (3, 0)
+    spec = group.match("x.2")
+    assert spec is not None and spec.any_length and spec.dtype == "uint32"
+    with pytest.raises(DeclarationError, match=r"any_length needs shape \(0,\), got \(4,\)"):
+        TensorGroup(name="x", shape=(4,), dtype="uint32", source="test", any_length=True)

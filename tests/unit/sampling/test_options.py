@@ -70,8 +70,17 @@ def test_biases_that_are_none(bias: Any, words: str) -> None:
         ({"logprobs": -1}, "logprobs -1 must be between 0 and 20"),
         ({"logprobs": 21}, "logprobs 21 must be between 0 and 20"),
         ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs -1 must be between 0 and 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs 21 must be between 0 and 20"),
         ({"output": (1,) * 8}, "output holds 8 tokens, but the budget is max_new_tokens 8"),
         ({"output": ("a",)}, "output holds 'a'"),
+        ({"stop": None}, "stop is None; it must be a string or several"),
+        ({"stop": ""}, "stop holds an empty string"),
+        ({"stop": ("a", "")}, "stop holds an empty string"),
+        ({"stop": ("a", 3)}, "stop holds 3; it takes strings"),
+        ({"stop": b"ab"}, "stop holds 97; it takes strings"),
+        ({"stop": "a\udc80"}, "stop holds 'a.udc80', which is no text"),
+        ({"stop": ["a"] * 17}, "stop holds 17 strings; at most 16 are supported"),
     ],
 )
 def test_request_options_out_of_range(changes: dict[str, Any], words: str) -> None:
@@ -91,7 +100,7 @@ def test_limits_are_inclusive_and_biases_are_kept_by_token() -> None:
 
 
 def test_every_option_has_a_name_and_says_when_it_is_in_use() -> None:
-    request_names = {"min_new_tokens", "ignore_eos", "logprobs"}
+    request_names = {"min_new_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "stop"}
     assert {field.name for field in fields(SamplingParams)} | request_names == set(REQUEST_OPTIONS)
     assert set(EXTENDED_OPTIONS) < set(REQUEST_OPTIONS)
     assert dict(Request(prompt=(1,)).options_in_use) == {}
@@ -108,15 +117,19 @@ def test_every_option_has_a_name_and_says_when_it_is_in_use() -> None:
         "repetition_penalty": 1.5,
         "logit_bias": ((3, 1.0),),
     }
-    found = options_in_use(SamplingParams(**on), min_new_tokens=4, ignore_eos=True, logprobs=0)
-    assert dict(found) == {**on, "min_new_tokens": 4, "ignore_eos": True, "logprobs": 0}
+    others = {"min_new_tokens": 4, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0}
+    assert dict(options_in_use(SamplingParams(**on), **others)) == {**on, **others}
     assert set(options_in_use(SamplingParams(greedy=True, top_k=3))) == {"greedy"}
     for name in EXTENDED_OPTIONS:
         values = {**on, "min_new_tokens": 2, "logprobs": 0}
         inner = {name: values[name]} if name in on else {}
         outer = {} if inner else {name: values[name]}
         assert Request(prompt=(1,), sampling=SamplingParams(**inner), **outer).extended, name
-    assert not Request(prompt=(1,), sampling=SamplingParams(temperature=2, top_k=4), ignore_eos=True).extended
+    plain = SamplingParams(temperature=2, top_k=4)
+    assert not Request(prompt=(1,), sampling=plain, ignore_eos=True, prompt_logprobs=3).extended
+    one, several = Request(prompt=(1,), stop="ab"), Request(prompt=(1,), stop=["ab"] + ["c"] * 15)
+    assert one.stop == ("ab",) and several.stop[:2] == ("ab", "c")
+    assert dict(one.options_in_use) == {"stop": ("ab",)} and not one.extended
 
 
 # --- penalties and the minimum against the oracle ------------------------------------------------------------------

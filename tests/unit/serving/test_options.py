@@ -164,6 +164,8 @@ USES: dict[str, dict[str, Any]] = {
     "min_new_tokens": {"min_new_tokens": 1},
     "ignore_eos": {"ignore_eos": True},
     "logprobs": {"logprobs": 0},
+    "prompt_logprobs": {"prompt_logprobs": 0},
+    "stop": {"stop": "end"},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from specdec.recipes import recipe_book
 from specdec.serving.model import embedded_checkpoint
 from specdec.testing.conformance.bench import Bench
 from specdec.testing.conformance.driver import Driver
+from specdec.testing.conformance.prompts import lively_prompts
 from specdec.testing.conformance.states import assert_same_state, committed
 from specdec.testing.scripted import ScriptedDrafter
 
@@ -152,11 +154,8 @@ class Conformance:
 
     @classmethod
     def prompts(cls, bench: Bench) -> list[list[int]]:
-        """Four prompts: short, over several groups, a single token, just over a page."""
-        page = bench.recipe.target_layout.page_tokens
-        generator = torch.Generator().manual_seed(3)
-        lengths = (7, 13, 1, page + 1)
-        return [torch.randint(0, bench.vocab, (length,), generator=generator).tolist() for length in lengths]
+        """Four prompts: short, over several groups, a single token, just over a page. All benches have the same."""
+        return [list(prompt) for prompt in _prompts(cls, bench.directory, str(bench.arena.device))]  # type: ignore[arg-type]
 
     @classmethod
     def text(cls, bench: Bench, length: int, seed: int = 17) -> list[int]:
@@ -252,6 +251,15 @@ class Conformance:
                 continue
             reasons = [mark.kwargs.get("reason") for mark in getattr(present, "pytestmark", ()) if mark.name == "xfail"]
             assert any(reasons), f"{name} was overridden without @pytest.mark.xfail(reason=...)"
+
+
+@cache
+def _prompts(suite: type[Conformance], directory: Path, device: str) -> list[list[int]]:
+    """See ``Conformance.prompts``. Chosen on a bench of its own, so that no running request is disturbed."""
+    bench = Bench.prepare(suite.recipe, directory, slots=1, context=suite.context, device=device)
+    page = bench.recipe.target_layout.page_tokens
+    with torch.inference_mode():
+        return lively_prompts(bench, (7, 13, 1, page + 1), suite.budget)
 
 
 def width_sequences(widths: Sequence[int]) -> dict[str, list[int]]:

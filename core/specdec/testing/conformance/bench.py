@@ -51,6 +51,7 @@ class Bench:
 
     recipe: Recipe
     hooks: RecipeHooks
+    directory: Path
     target: Target
     drafter: Drafter
     arena: Arena
@@ -93,7 +94,15 @@ class Bench:
                 extended=True,
                 vocab_size=target.vocab_size,
             )
-        return cls(recipe=record, hooks=hooks, target=target, drafter=drafter, arena=arena, capacities=capacities)
+        return cls(
+            recipe=record,
+            hooks=hooks,
+            directory=Path(directory),
+            target=target,
+            drafter=drafter,
+            arena=arena,
+            capacities=capacities,
+        )
 
     @property
     def stores(self) -> tuple[StateStore, StateStore]:

@@ -40,7 +40,10 @@ class GreedyConformance(Conformance):
         """Outputs of one repeated token would hide faults; a checkpoint like that proves nothing."""
         for output in plain:
             assert len(output) == self.budget
-            assert len(set(output)) >= 5, f"the checkpoint repeats itself: {output}; choose another seed"
+            assert len(set(output)) >= 5, f"the checkpoint repeats itself: {output}; choose another seed or ``prompts``"
+        assert len({tuple(output) for output in plain}) == len(plain), (
+            "prompts that end in one text tell no slots apart"
+        )
 
     def test_greedy_equals_plain_decoding(self, bench: Bench, plain: list[list[int]], any_drafts: int) -> None:
         """Fault class: missing verification, or different arithmetic at width 1 and width W. The drafter's own

@@ -125,8 +125,7 @@ def poison(bench: Bench, rows: dict[int, int]) -> None:
                     kept = [p % field.extent for p in open_positions(store.layout, max(count - lag, 0))]
                     stale = [entry for entry in range(field.extent) if entry not in kept]
                     tensor[:, slot, stale] = _junk(tensor)
-    for tensor in bench.arena._scratch.values():
-        tensor.fill_(_junk(tensor))
+    bench.arena.poison()
 
 
 def _poison_pages(store: StateStore, field: StateField, rows: dict[int, int]) -> None:

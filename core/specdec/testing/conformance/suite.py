@@ -8,6 +8,7 @@ from specdec.testing.conformance.greedy import GreedyConformance
 from specdec.testing.conformance.history import HistoryConformance
 from specdec.testing.conformance.options import OptionsConformance
 from specdec.testing.conformance.poisoning import PoisonConformance
+from specdec.testing.conformance.prompt_scores import PromptScoreConformance
 from specdec.testing.conformance.randomness import RandomnessConformance
 from specdec.testing.conformance.termination import TerminationConformance
 from specdec.testing.conformance.transaction import TransactionConformance
@@ -21,6 +22,7 @@ class RoundConformance(
     RandomnessConformance,
     EmittedLawConformance,
     OptionsConformance,
+    PromptScoreConformance,
     BatchingConformance,
     RecordConformance,
     PoisonConformance,

@@ -1,0 +1,147 @@
+"""Storage formats of weights, recognised from headers.
+
+The format is recognised by the stored dtype and by the companion tensors beside the weight, never by a table of names, so
+releases of one model that differ in storage load through the same call. For a weight ``X.weight`` the companions are
+``X.weight_scale``, ``X.weight_scale_2`` and ``X.weight_scale_inv``:
+
+========  =====================  ========================================  ===========================================
+format    stored                 companions                                value
+========  =====================  ========================================  ===========================================
+plain     float [...]            none                                      as stored
+NVFP4     uint8 [..., o, i/2]    scale e4m3 [..., o, i/16], scale_2 f32     see :mod:`specdec.checkpoint.nvfp4`
+NVFP4     uint8 [o, i/2]         the two streams of a coded scale, scale_2  see :mod:`specdec.checkpoint.csf`
+FP8       e4m3 [...]             scale, one float element                  e4m3 · scale
+FP8-128   e4m3 [o, i]            scale_inv float [o/128, i/128] (ceiling)   e4m3 · scale_inv of its 128 x 128 block
+MXFP8     e4m3 [..., o, i]       scale E8M0 (uint8) [..., o, i/32]          e4m3 · 2^(scale - 127)
+========  =====================  ========================================  ===========================================
+
+Imports no torch; :mod:`specdec.checkpoint.matrices` reads the values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specdec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from specdec.checkpoint.header import StoredTensor
+    from specdec.checkpoint.reader import Checkpoint
+    from specdec.declaration import TensorInventory, TensorSpec
+
+__all__ = [
+    "BLOCK_128",
+    "BLOCK_MX",
+    "BLOCK_NVFP4",
+    "CODED_SCALE",
+    "PLAIN",
+    "coded_scale_shape",
+    "holds_values_of",
+    "is_companion",
+    "storage_of",
+]
+
+#: Dtypes of unquantised weights.
+PLAIN = ("float64", "float32", "bfloat16", "float16")
+#: Values that share one scale: of a row in NVFP4 and MXFP8, rows and columns of a square in FP8-128.
+BLOCK_NVFP4, BLOCK_MX, BLOCK_128 = 16, 32, 128
+#: Companion suffixes of the two streams of a coded block scale, which take the place of ``scale``.
+CODED_SCALE = ("scale.nvfp4_csf_fixed", "scale.nvfp4_csf_exceptions")
+_COMPANIONS = ("scale", "scale_2", "scale_inv", *CODED_SCALE)
+_SCALES = ("float32", "bfloat16", "float16")
+_KNOWN = (
+    "plain float; uint8 with scale, plain or coded, and scale_2 (NVFP4); "
+    "float8_e4m3fn with scale (FP8, MXFP8) or scale_inv (FP8-128)"
+)
+
+
+def storage_of(checkpoint: Checkpoint, name: str, *, companions: str | None = None) -> str:
+    """Return the storage format of a weight: ``plain``, ``nvfp4``, ``fp8``, ``fp8_128`` or ``mxfp8``.
+
+    ``companions`` is the name the companion suffixes attach to, if not ``name`` itself (shards of one table share a scale).
+    Reads headers only.
+
+    Raises:
+        CheckpointError: if dtype, shape and companions fit no known format; the line names the tensor and what was found.
+    """
+    base = companions or name
+    weight = checkpoint.stored(name)
+    beside = {
+        suffix: checkpoint.stored(f"{base}_{suffix}") for suffix in _COMPANIONS if f"{base}_{suffix}" in checkpoint
+    }
+    shape, scale, inverse = weight.shape, beside.get("scale"), beside.get("scale_inv")
+    kind = (weight.dtype, *beside)
+    matrix = len(shape) >= 2
+    if len(kind) == 1 and weight.dtype in PLAIN:
+        return "plain"
+    if kind == ("uint8", "scale", "scale_2") and matrix and scale is not None:
+        outer = beside["scale_2"]
+        blocks = (*shape[:-1], shape[-1] * 2 // BLOCK_NVFP4)
+        one_each = outer.shape == shape[:-2] or outer.shape == (1,)
+        whole = shape[-1] * 2 % BLOCK_NVFP4 == 0
+        if whole and scale.dtype == "float8_e4m3fn" and scale.shape == blocks and outer.dtype == "float32" and one_each:
+            return "nvfp4"
+    if kind == ("uint8", "scale_2", *CODED_SCALE) and len(shape) == 2 and _are_coded(shape, beside):
+        return "nvfp4"
+    if kind == ("float8_e4m3fn", "scale") and scale is not None:
+        if scale.dtype in _SCALES and scale.shape in ((), (1,)):
+            return "fp8"
+        whole = matrix and shape[-1] % BLOCK_MX == 0
+        if whole and scale.dtype in ("uint8", "float8_e8m0fnu") and scale.shape == (*shape[:-1], shape[-1] // BLOCK_MX):
+            return "mxfp8"
+    if kind == ("float8_e4m3fn", "scale_inv") and inverse is not None and len(shape) == 2:
+        blocks = tuple(-(-extent // BLOCK_128) for extent in shape)
+        if inverse.dtype in _SCALES and inverse.shape == blocks:
+            return "fp8_128"
+    found = ", ".join(f"{base}_{key} {item.dtype} {list(item.shape)}" for key, item in beside.items()) or "none"
+    raise CheckpointError(
+        f"{weight.path}: tensor {name}: no known storage is {weight.dtype} {list(shape)} with companions: {found}; "
+        f"known: {_KNOWN}"
+    )
+
+
+def coded_scale_shape(rows: int, columns: int) -> tuple[int, int] | None:
+    """Return the shape of the fixed stream of coded scales ``[rows, columns]``, or None if that size cannot be coded.
+
+    Slabs of 16 rows; pairs of columns; positions of 24 bits (see :mod:`specdec.checkpoint.csf`).
+    """
+    if rows % 16 or columns % 2 or not 0 < rows * columns <= 1 << 24:
+        return None
+    return rows // 16, 16 * (1 + columns // 2)
+
+
+def _are_coded(shape: tuple[int, ...], beside: dict[str, StoredTensor]) -> bool:
+    """Whether streams and outer scale have the form that a packed weight ``[o, i/2]`` needs."""
+    fixed, exceptions, outer = (beside[suffix] for suffix in (*CODED_SCALE, "scale_2"))
+    return (
+        shape[1] * 2 % BLOCK_NVFP4 == 0
+        and (fixed.dtype, fixed.shape) == ("uint8", coded_scale_shape(shape[0], shape[1] * 2 // BLOCK_NVFP4))
+        and (exceptions.dtype, len(exceptions.shape)) == ("uint32", 1)
+        and outer.dtype == "float32"
+        and outer.shape in ((), (1,))
+    )
+
+
+def holds_values_of(checkpoint: Checkpoint, spec: TensorSpec) -> bool:
+    """Whether the stored tensor ``spec.name`` is the declared float weight in some known format, with its companions.
+
+    False for declarations of another kind (packed codes, scales, integers): those have one form only. Reads headers only.
+    """
+    if spec.dtype not in PLAIN or spec.name not in checkpoint:
+        return False
+    try:
+        storage = storage_of(checkpoint, spec.name)
+    except CheckpointError:
+        return False
+    shape = checkpoint.stored(spec.name).shape
+    return spec.shape == ((*shape[:-1], shape[-1] * 2) if storage == "nvfp4" else shape)
+
+
+def is_companion(checkpoint: Checkpoint, name: str, inventory: TensorInventory) -> bool:
+    """Whether ``name`` is a scale of a declared float weight that is stored quantised. Reads headers only."""
+    for suffix in _COMPANIONS:
+        weight = name.removesuffix(f"_{suffix}")
+        if weight != name:
+            spec = inventory.lookup(weight)
+            return spec is not None and holds_values_of(checkpoint, spec)
+    return False

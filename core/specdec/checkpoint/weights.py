@@ -1,0 +1,91 @@
+"""Reading a model's tensors at preparation: one name prefix, shape checks, conversion to the activation dtype.
+
+Quantised storage is recognised by ``specdec.checkpoint.matrices`` from each tensor's dtype and companions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from specdec.checkpoint.matrices import ExpertTensors, load_experts, load_matrix
+from specdec.checkpoint.reader import Checkpoint
+from specdec.errors import CheckpointError
+
+__all__ = ["Weights", "first_stored"]
+
+
+def first_stored(checkpoint: Checkpoint, names: Iterable[str], what: str) -> str:
+    """The first of ``names`` that the checkpoint stores; exporters differ in their prefixes.
+
+    Raises CheckpointError naming ``what`` and all names tried if it stores none.
+    """
+    names = list(names)
+    for name in names:
+        if name in checkpoint:
+            return name
+    raise CheckpointError(f"{checkpoint.directory}: no {what}; looked for {', '.join(names)}")
+
+
+class Weights:
+    """Tensors under one prefix, converted to the activation dtype and moved to the device. Used at preparation only."""
+
+    def __init__(self, checkpoint: Checkpoint, *, prefix: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.checkpoint = checkpoint
+        self.prefix = prefix
+        self.dtype = dtype
+        self.precise = torch.promote_types(dtype, torch.float32)
+        self.device = device
+
+    def under(self, prefix: str) -> Weights:
+        """The same reader, one level down."""
+        return Weights(self.checkpoint, prefix=self.prefix + prefix, dtype=self.dtype, device=self.device)
+
+    def has(self, name: str) -> bool:
+        """Whether ``prefix + name`` is stored."""
+        return self.prefix + name in self.checkpoint
+
+    def _checked(self, full: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: tensor {full} has shape {list(tensor.shape)}, the configuration needs "
+                f"{list(shape)}"
+            )
+        return tensor.to(self.device)
+
+    def matrix(self, name: str, *shape: int) -> Tensor:
+        """A weight in the activation dtype, dequantised if its storage is quantised."""
+        full = self.prefix + name
+        return self._checked(full, load_matrix(self.checkpoint, full, self.dtype), shape)
+
+    def precise_vector(self, name: str, *shape: int) -> Tensor:
+        """A weight whose arithmetic is float32 or wider."""
+        full = self.prefix + name
+        return self._checked(full, load_matrix(self.checkpoint, full, self.precise), shape)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as stored (table shards, integer vectors)."""
+        return self.checkpoint.load(self.prefix + name).to(self.device)
+
+    def experts(self, name: str, *, count: int, hidden: int, inner: int) -> ExpertTensors:
+        """The routed experts under ``prefix + name``, stacked on the CPU, in their storage format.
+
+        gate and up: [inner, hidden] each; down: [hidden, inner]. Raises CheckpointError for a missing or misshapen expert.
+        """
+        experts = load_experts(self.checkpoint, self.prefix + name, count)
+        for projection, shape in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
+            found = experts[projection]
+            # NVFP4 packs two values a byte
+            width = found.weight.shape[-1] * (2 if found.storage == "nvfp4" else 1)
+            if (*found.weight.shape[:-1], width) != (count, *shape):
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {projection} of {self.prefix}{name} has shape "
+                    f"{[*found.weight.shape[:-1], width]}, the configuration needs {[count, *shape]}"
+                )
+        return experts

@@ -1,0 +1,53 @@
+"""Refusals in the words of the command line: ``--top-p is 2.0`` where the library says ``top_p is 2.0``.
+
+The library names its fields, for its callers are programs. An option of a command is stored under the field's name, so a
+message is spelled anew where the command ends, whatever raised it and however deep.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Collection
+from functools import wraps
+
+from specdec.errors import CapacityError, UsageError
+
+__all__ = ["names_options", "option", "spelled"]
+
+#: Arguments that are no options, or whose name a message gives to something that several options may hold.
+_NO_OPTIONS = frozenset({"command", "recipe", "prompt"})
+_QUOTED = r"(?<!\w)'[^']*'|(?<!\w)\"[^\"]*\""
+#: A Python value with its option beside it.
+_BOTH = re.compile(r"\b\w+=True \((--[a-z-]+)\)")
+
+
+def option(field: str) -> str:
+    """The option that is stored as ``field``."""
+    return "--" + field.replace("_", "-")
+
+
+def spelled(message: str, first: Collection[str], anywhere: Collection[str]) -> str:
+    """The message with options for fields: those of ``first`` at its beginning, those of ``anywhere`` outside quotes."""
+    message = _BOTH.sub(r"\1", message)
+    if anywhere:
+        names = "|".join(map(re.escape, anywhere))
+        words = re.compile(rf"{_QUOTED}|(?<![\w.-])({names})(?![\w=])")
+        message = words.sub(lambda found: option(found[1]) if found[1] else found[0], message)
+    begin = re.match(r"\w+(?=[ ,:])", message)
+    return option(begin[0]) + message[begin.end() :] if begin and begin[0] in first else message
+
+
+def names_options(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Decorates a command: its UsageError and CapacityError name options instead of fields.
+
+    A field whose name is also a plain word is recognised at the beginning of a message only, where refused values stand.
+    """
+
+    @wraps(run)
+    def refusing(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except (UsageError, CapacityError) as error:
+            fields = vars(args).keys() - _NO_OPTIONS
+            raise type(error)(spelled(str(error), fields, [field for field in fields if "_" in field])) from error
+
+    return refusing

@@ -1,0 +1,1 @@
+"""Parts of drafters that model plugins share. Needs torch; import the module you need."""
