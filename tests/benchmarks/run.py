@@ -21,7 +21,7 @@ import torch
 from heldout import heldout_requests
 
 from specdec import __version__
-from specdec.cli.tables import columns
+from specdec.cli.tables import arms_table
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.serving.compare import arms_for, compare
@@ -85,19 +85,7 @@ def main() -> int:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    head = ("", "rounds", "tokens/round", "acceptance by depth", "tokens/s", "speed")
-    rows = [
-        (
-            arm["name"],
-            arm["rounds"],
-            f"{arm['tokens_per_round']:.2f}",
-            " ".join(f"{rate:.2f}" for rate in arm["acceptance_by_depth"]) or "-",
-            f"{arm['tokens_per_second']:.1f}",
-            f"{arm['speed_ratio']:.2f}x",
-        )
-        for arm in data
-    ]
-    print(columns([head, *rows]))
+    print(arms_table(data))
     holds = best["speed_ratio"] >= SPEED_RATIO
     print(
         f"best: {best['name']}, {best['speed_ratio']:.2f} times plain decoding; bound {SPEED_RATIO}: "

@@ -5,22 +5,21 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINING = ROOT / "plugins" / "qwen38" / "training"
 
 
 @pytest.fixture(autouse=True, scope="session")
 def training_path():
-    """The training code is a folder of scripts outside every package; it imports its neighbours by plain name."""
-    sys.path.insert(0, str(TRAINING))
+    """The training code lies outside every package: ``training`` and ``plugins.NAME.training`` from the repository root."""
+    sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
-    yield TRAINING
-    sys.path.remove(str(TRAINING))
+    yield ROOT
+    sys.path.remove(str(ROOT))
 
 
 @pytest.fixture(scope="session")
 def random_parameters(training_path):
     """Four-layer parameters in which every feature matters: norms, convolutions and gates are all non-trivial."""
-    from parameters import initialise, text_config
+    from plugins.qwen38.training.parameters import initialise, text_config
 
     config = text_config(4, budget=512, table_base=1000)
     parameters = initialise(config, seed=3)

@@ -8,8 +8,8 @@ import torch
 
 @pytest.fixture(scope="module")
 def exported(training_path, tmp_path_factory):
-    import export
-    from parameters import initialise, text_config
+    from plugins.qwen38.training import export
+    from plugins.qwen38.training.parameters import initialise, text_config
 
     config = text_config(16)
     parameters = initialise(config, seed=2)
@@ -59,9 +59,10 @@ def test_quantised_layers_name_the_drafter_twice(exported):
 
 
 def test_training_sees_the_stored_values(exported):
-    from quantisation import checkpoint_values, straight_through
     from safetensors.torch import load_file
-    from storage import nvfp4
+    from training.storage import nvfp4
+
+    from plugins.qwen38.training.quantisation import checkpoint_values, straight_through
 
     folder, _, parameters, _, _ = exported
     stored = load_file(str(folder / "tiny" / "model.safetensors"))
@@ -85,14 +86,14 @@ def test_training_sees_the_stored_values(exported):
 
 
 def test_state_round_trip(exported, tmp_path):
-    import export
-    from parameters import initialise
+    from plugins.qwen38.training.parameters import initialise
+    from training import state
 
     _, config, parameters, scales, _ = exported
-    export.save_state(tmp_path, parameters, scales)
+    state.save_state(tmp_path, parameters, scales)
     files = sorted(tmp_path.glob("weights-*.safetensors"))
     assert all(f.stat().st_size < 15 * 2**20 for f in files)
     fresh = initialise(config, seed=9)
-    loaded = export.load_state(tmp_path, fresh)
+    loaded = state.load_state(tmp_path, fresh)
     assert all(torch.equal(fresh[n], parameters[n]) for n in parameters)
     assert all(torch.equal(loaded[n], scales[n]) for n in scales)

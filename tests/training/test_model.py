@@ -16,7 +16,7 @@ def tokens(count: int = 150, seed: int = 11) -> torch.Tensor:
 def test_target_matches_transformers(random_parameters, budget, select):
     configuration = pytest.importorskip("transformers.models.qwen4_exp.configuration_qwen4_exp")
     modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
-    from model import Model
+    from plugins.qwen38.training.model import Model
 
     config, parameters = random_parameters
     config = {**config, "indexer_budget": budget}
@@ -45,7 +45,7 @@ def test_target_matches_transformers(random_parameters, budget, select):
 
 
 def test_delta_rule_equals_recurrence(training_path):
-    from layers import delta_rule
+    from plugins.qwen38.training.layers import delta_rule
 
     generator = torch.Generator().manual_seed(1)
     shape = (2, 75, 3)
@@ -75,8 +75,10 @@ def test_delta_rule_equals_recurrence(training_path):
 @pytest.mark.parametrize("start", [0, 5, 20])
 def test_chain_equals_an_explicit_round(random_parameters, start):
     """Depth k of the chain from row i is an ordinary causal layer over rows 0…i of real feedback and k−1 of its own."""
-    import layers
-    from model import Model
+    from training.blocks import attend
+
+    from plugins.qwen38.training import layers
+    from plugins.qwen38.training.model import Model
 
     config, parameters = random_parameters
     model, prefix, text = Model(config, parameters), "mtp.layers.0.", tokens(40)
@@ -93,7 +95,7 @@ def test_chain_equals_an_explicit_round(random_parameters, start):
             x = layers.feedback(r, read, *fuse, torch.float32)
             m, b = model.mix(prefix + "attn_hyper_connection.", x)
             q, k, v, gate = model.attention_inputs(prefix + "self_attn.", m)
-            o = layers.attention_output(layers.attend(q, k, v), gate, get(prefix + "self_attn.o_proj.weight"))
+            o = layers.attention_output(attend(q, k, v), gate, get(prefix + "self_attn.o_proj.weight"))
             y = model.experts(prefix, layers.combine(x, o, b), {})
             sampling, _ = model.mix("mtp.hyper_connection_mixer.", y[:, -1:], inject=False)
             expected = layers.linear(sampling, get("lm_head.weight"))[:, 0]
@@ -102,7 +104,7 @@ def test_chain_equals_an_explicit_round(random_parameters, start):
 
 
 def test_selector_loss_reaches_only_the_selector(random_parameters):
-    from model import Model
+    from plugins.qwen38.training.model import Model
 
     config, parameters = random_parameters
     model, keep = Model(config, parameters), {}

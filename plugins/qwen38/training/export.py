@@ -7,52 +7,21 @@ The checkpoint has the real model's tensor names: routed experts NVFP4 (target w
 table FP8 with one BF16 scale, the rest BF16.
 """
 
-import argparse
-import json
-import shutil
-import tarfile
+import sys
 from pathlib import Path
 
-import card
 import torch
-from parameters import MTP, TEXT, hash_vectors, initialise, text_config
-from quantisation import is_expert, matrices, table_codes
-from safetensors.torch import load_file, save_file
-from storage import nvfp4
 
-STATE_FILE_BYTES = 14 * 2**20
+ROOT = Path(__file__).resolve().parents[3]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
+from training.directory import export_command, write_directory  # noqa: E402
 
-def save_state(directory: Path, parameters, scales) -> None:
-    """Writes FP32 parameters and activation scales to ``weights-N.safetensors`` files of at most 14 MiB."""
-    for old in directory.glob("weights-*.safetensors"):
-        old.unlink()
-    everything = {n: v.detach().float().cpu().contiguous() for n, v in parameters.items()}
-    everything |= {f"scales.{n}": v.detach().float().cpu() for n, v in scales.items()}
-    part, size, index = {}, 0, 0
-    for name, value in everything.items():
-        if part and size + value.nbytes > STATE_FILE_BYTES:
-            save_file(part, str(directory / f"weights-{index}.safetensors"))
-            part, size, index = {}, 0, index + 1
-        part[name] = value
-        size += value.nbytes
-    save_file(part, str(directory / f"weights-{index}.safetensors"))
-
-
-def load_state(directory: Path, parameters) -> dict[str, torch.Tensor]:
-    """Copies saved weights into ``parameters`` (all must be present, equal shapes); returns the activation scales."""
-    found = {}
-    for path in sorted(directory.glob("weights-*.safetensors")):
-        found |= load_file(str(path))
-    missing = [n for n in parameters if n not in found]
-    if missing:
-        raise SystemExit(f"{directory}: {len(missing)} tensors missing, first {missing[0]}")
-    device = next(iter(parameters.values())).device
-    for name, parameter in parameters.items():
-        if found[name].shape != parameter.shape:
-            raise SystemExit(f"{directory}: {name} is {tuple(found[name].shape)}, expected {tuple(parameter.shape)}")
-        parameter.data.copy_(found[name])
-    return {n.removeprefix("scales."): v.to(device) for n, v in found.items() if n.startswith("scales.")}
+from plugins.qwen38.training import card  # noqa: E402
+from plugins.qwen38.training.parameters import MTP, TEXT, hash_vectors, initialise, text_config  # noqa: E402
+from plugins.qwen38.training.quantisation import table_codes  # noqa: E402
+from training.quantisation import expert_tensors, is_expert  # noqa: E402
 
 
 def checkpoint_tensors(config: dict, parameters, scales) -> dict[str, torch.Tensor]:
@@ -62,19 +31,13 @@ def checkpoint_tensors(config: dict, parameters, scales) -> dict[str, torch.Tens
         value = value.detach().float().cpu()
         if is_expert(name):
             stem, ending = name.rsplit(".", 1)
-            names = ("gate_proj", "up_proj") if ending == "gate_up_proj" else ("down_proj",)
-            packed, block, outer = nvfp4.quantise(matrices(name, value))
             layer = stem.removesuffix("mlp.experts")
-            for e in range(value.shape[0]):
-                for j, projection in enumerate(names):
-                    p = f"{stem}.{e}.{projection}."
-                    found[p + "weight"] = packed[e, j].clone()
-                    found[p + "weight_scale"] = block[e, j].clone()
-                    found[p + "weight_scale_2"] = outer[e, j].clone()
-                    if name.startswith(TEXT):
-                        found[p + "input_scale"] = (
-                            scales[layer][0 if ending == "gate_up_proj" else 1].float().cpu().clone()
-                        )
+            for e, projection, packed, block, outer in expert_tensors(name, value):
+                p = f"{stem}.{e}.{projection}."
+                found[p + "weight"], found[p + "weight_scale"], found[p + "weight_scale_2"] = packed, block, outer
+                if name.startswith(TEXT):
+                    site = 0 if ending == "gate_up_proj" else 1
+                    found[p + "input_scale"] = scales[layer][site].float().cpu().clone()
         elif name.endswith("ngram_embedding.weight"):
             codes, scale = table_codes(value)
             stem = name.removesuffix("weight")
@@ -118,11 +81,6 @@ def configuration(text: dict) -> dict:
 
 def write_checkpoint(directory: Path, config: dict, parameters, scales, tokenizer: Path, results: dict) -> int:
     """Writes the checkpoint directory and returns its size in bytes."""
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-    tensors = checkpoint_tensors(config, parameters, scales)
-    save_file(dict(sorted(tensors.items())), str(directory / "model.safetensors"), metadata={"format": "pt"})
     generation = {
         "do_sample": True,
         "temperature": 1.0,
@@ -131,33 +89,9 @@ def write_checkpoint(directory: Path, config: dict, parameters, scales, tokenize
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": [config["eos_token_id"]],
     }
-    for name, content in (("config.json", configuration(config)), ("generation_config.json", generation)):
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    shutil.copyfile(tokenizer, directory / "tokenizer.json")
-    (directory / "README.md").write_text(card.render(results), encoding="utf-8")
-    for path in directory.iterdir():
-        path.chmod(0o644)
-    return sum(p.stat().st_size for p in directory.iterdir())
-
-
-def pack(directory: Path, archive: Path) -> None:
-    with tarfile.open(archive, "w") as bundle:
-        bundle.add(directory, arcname=directory.name)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    results = json.loads((arguments.run / "results.json").read_text())
-    config = text_config(**results["text_config_arguments"])
-    parameters = initialise(config, 0)
-    scales = load_state(arguments.run, parameters)
-    size = write_checkpoint(arguments.out, config, parameters, scales, arguments.tokenizer, results)
-    print(f"{arguments.out}: {size:,} bytes")
+    tensors = checkpoint_tensors(config, parameters, scales)
+    return write_directory(directory, tensors, configuration(config), generation, tokenizer, card.render(results))
 
 
 if __name__ == "__main__":
-    main()
+    export_command(str(__doc__), text_config, initialise, write_checkpoint)

@@ -10,13 +10,10 @@ import math
 
 import torch
 import torch.nn.functional as F
-from storage import nvfp4
+from training.blocks import attend_chain as attend_chain
+from training.blocks import causal_convolution, chunk_states, fake_activation, linear, unit_lower_inverse
 
 EPS = 1e-6
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, weight.to(x.dtype))
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -38,47 +35,6 @@ def mix(x, norm, down, up, inject, dtype):
 def combine(x, y, b):
     """Adds ``b[s] · y`` to every stream of the residual."""
     return x + b.unsqueeze(-1) * y.float().unsqueeze(-2)
-
-
-def causal_convolution(u, weight, dilation: int = 1):
-    """Depthwise causal convolution ``[B, T, channels]`` with zero history; the last tap is the current token."""
-    taps = weight.shape[-1]
-    padded = F.pad(u, (0, 0, (taps - 1) * dilation, 0))
-    length = u.shape[1]
-    total = padded[:, :length] * weight[:, 0, 0]
-    for j in range(1, taps):
-        total = total + padded[:, j * dilation : j * dilation + length] * weight[:, 0, j]
-    return total
-
-
-def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
-    """Inverse of ``I + a`` for strictly lower triangular ``a [..., C, C]``, C a power of two ≥ 8.
-
-    Blocks of eight by the terminating Neumann product, then 2×2 block merges (numerically a forward substitution; the
-    plain Neumann product over the whole chunk would cancel catastrophically for repeated keys).  The differentiable last
-    step has the inverse's value and derivative.
-    """
-    size = a.shape[-1]
-    lead = a.shape[:-2]
-    with torch.no_grad():
-        block = min(8, size)
-        count = size // block
-        d = a.reshape(*lead, count, block, count, block).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        eye = torch.eye(block, dtype=a.dtype, device=a.device)
-        d2 = d @ d
-        inverse = (eye - d) @ (eye + d2) @ (eye + d2 @ d2)
-        while block < size:
-            count //= 2
-            whole = a.reshape(*lead, count, 2, block, count, 2, block)
-            corner = whole[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-            pairs = inverse.reshape(*lead, count, 2, block, block)
-            first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-            lower = -(second @ corner @ first)
-            top = torch.cat([first, torch.zeros_like(first)], -1)
-            inverse = torch.cat([top, torch.cat([lower, second], -1)], -2)
-            block *= 2
-        inverse = inverse.reshape(a.shape)
-    return inverse - inverse @ ((a - a.detach()) @ inverse)
 
 
 def delta_rule(q, k, v, log_decay, beta, chunk: int = 32):
@@ -109,15 +65,7 @@ def delta_rule(q, k, v, log_decay, beta, chunk: int = 32):
     keyed = (k * (total - c).exp().unsqueeze(-1)).transpose(-1, -2)
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     p = eye * total.exp().unsqueeze(-1) - keyed @ w
-    pr = torch.cat([p, keyed @ u], -1)
-    chunks, shift, dk = pr.shape[2], 1, k.shape[-1]
-    while shift < chunks:
-        here, before = pr[:, :, shift:], pr[:, :, :-shift]
-        step = here[..., :dk] @ before
-        step = torch.cat([step[..., :dk], step[..., dk:] + here[..., dk:]], -1)
-        pr = torch.cat([pr[:, :, :shift], step], 2)
-        shift *= 2
-    state = F.pad(pr[:, :, :-1, :, dk:], (0, 0, 0, 0, 1, 0))
+    state = chunk_states(p, keyed @ u)
     fresh = u - w @ state
     o = (q * c.exp().unsqueeze(-1)) @ state + ((q @ kt) * ratio) @ fresh
     return o.flatten(2, 3).transpose(1, 2)[:, :length].contiguous()
@@ -174,46 +122,9 @@ def attention_inputs(m, q_proj, k_proj, v_proj, q_norm, k_norm, cos, sin):
     return q, k, v, gate.flatten(-2).contiguous()
 
 
-def attend(q, k, v, mask=None):
-    """Causal grouped-query attention, or attention under a boolean ``mask [B, 1, T, T]`` (True = visible).
-
-    Returns ``[B, T, heads·d]``.
-    """
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(repeat, 1) for t in (k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    return o.transpose(1, 2).contiguous().flatten(-2)
-
-
-def attend_chain(q, k, v, chain_k, chain_v, seen: int):
-    """Attention of one draft depth: committed keys ≤ own row plus the chain's own proposal rows.
-
-    ``q [B, heads, T, d]``; ``k, v [B, kv, T, d]`` of depth one; ``chain_k, chain_v [B, kv, T, M, d]`` proposal rows of the
-    chain that starts at the same row, of which the first ``seen`` exist.  Returns ``[B, T, heads·d]``.
-    """
-    _batch, _heads, length, dim = q.shape
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, kv, group, T, d]
-    scores = (grouped.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (-1, length)).float()
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(hidden, -math.inf)
-    own = (grouped.unsqueeze(-2) * chain_k.unsqueeze(2)).float().sum(-1)  # [B, kv, group, T, M]
-    absent = torch.arange(chain_k.shape[-2], device=q.device) >= seen
-    own = own.masked_fill(absent, -math.inf)
-    probabilities = torch.softmax(torch.cat([scores, own], -1) * dim**-0.5, -1).to(q.dtype)
-    committed, proposed = probabilities.split([length, chain_k.shape[-2]], -1)
-    out = (committed.flatten(2, 3) @ v).unflatten(2, (-1, length))
-    out = out + (proposed.unsqueeze(-1) * chain_v.unsqueeze(2)).sum(-2)
-    return out.flatten(1, 2).transpose(1, 2).contiguous().flatten(-2)
-
-
 def attention_output(o, gate, o_proj):
     """``o [B, T, heads·d]`` gated elementwise and projected: ``[B, T, H]``."""
     return linear(o * torch.sigmoid(gate), o_proj)
-
-
-def fake_activation(a, scale):
-    """NVFP4 activation quantise-dequantise with a straight-through gradient."""
-    return a + (nvfp4.quantise_activation(a.detach(), scale).to(a.dtype) - a.detach())
 
 
 def mixture(

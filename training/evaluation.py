@@ -2,14 +2,15 @@
 
 import math
 
-import objectives
 import torch
-from model import Model
-from quantisation import checkpoint_values
+
+from training import objectives
+from training.model import WholeSequenceModel
+from training.selector import attention_mass
 
 
 @torch.no_grad()
-def language(model: Model, text: torch.Tensor, batch: int, select: bool = False) -> float:
+def language(model: WholeSequenceModel, text: torch.Tensor, batch: int, select: bool = False) -> float:
     """Mean next-token loss in nats over ``text [n, T + 1]``."""
     total = 0.0
     for part in text.split(batch):
@@ -19,7 +20,14 @@ def language(model: Model, text: torch.Tensor, batch: int, select: bool = False)
 
 
 @torch.no_grad()
-def acceptance(model: Model, text: torch.Tensor, batch: int, depths: int = 5, skip: int = 32) -> dict:
+def acceptance(
+    model: WholeSequenceModel,
+    losses: objectives.Objectives,
+    text: torch.Tensor,
+    batch: int,
+    depths: int = 5,
+    skip: int = 32,
+) -> dict:
     """Expected acceptance at the sampling defaults, teacher-forced over ``text [n, T]``.
 
     ``by_depth[k−1]`` is the mean Σ min(p', q'); ``conditional`` weights rows by the probability that the chain reaches the
@@ -28,11 +36,11 @@ def acceptance(model: Model, text: torch.Tensor, batch: int, depths: int = 5, sk
     plain, reached, count = torch.zeros(depths, device=text.device), torch.zeros(depths, device=text.device), 0
     for part in text.split(batch):
         logits, h, _ = model.target(part)
-        law = objectives.lawful(logits)
+        law = losses.law(logits)
         rows = part.shape[1] - depths - skip
         product = torch.ones(part.shape[0], rows, device=text.device)
         for depth, draft in enumerate(model.chain(h, part, depths), start=1):
-            a = objectives.depth_terms(logits, draft, law, depth)[1][:, skip : skip + rows]
+            a = losses.depth_terms(logits, draft, law, depth)[1][:, skip : skip + rows]
             product = product * a
             plain[depth - 1] += a.sum()
             reached[depth - 1] += product.sum()
@@ -48,28 +56,24 @@ def acceptance(model: Model, text: torch.Tensor, batch: int, depths: int = 5, sk
 
 
 @torch.no_grad()
-def selector_coverage(model: Model, text: torch.Tensor, batch: int) -> float:
+def selector_coverage(model: WholeSequenceModel, text: torch.Tensor, batch: int) -> float:
     """Share of attention mass that the selector keeps, over rows past the budget (1 where attention is dense)."""
-    ratio, budget = model.config["indexer_compress_ratio"], model.config["indexer_budget"]
     kept, rows = 0.0, 0
     for part in text.split(batch):
-        for p, (m, q, k) in model.target(part, keep=True)[2]["attention"].items():
-            scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)).float() * q.shape[
-                -1
-            ] ** -0.5
-            length = part.shape[1]
-            causal = torch.ones(length, length, dtype=torch.bool, device=part.device).tril()
-            mass = torch.softmax(scores.masked_fill(~causal, -math.inf), -1)
-            share = (mass * model.selection(p, m)).sum(-1)[..., budget + ratio :]
+        for p, (*inputs, q, k) in model.target(part, keep=True)[2]["attention"].items():
+            share = (attention_mass(q, k) * model.selection(p, *inputs)).sum(-1)[..., model.budget + model.ratio :]
             kept, rows = kept + float(share.sum()), rows + share.numel()
     return kept / max(rows, 1)
 
 
-def report(config, parameters, scales, text, batch: int, long_text) -> dict:
-    """Everything the card states, from the values a checkpoint holds; ``text [n, T + 1]``, ``long_text [n, T']``."""
+def report(make_model, checkpoint_values, losses, parameters, scales, text, batch: int, long_text) -> dict:
+    """Everything the card states, from the values a checkpoint holds; ``text [n, T + 1]``, ``long_text [n, T']``.
 
-    def evaluated(values, active: bool) -> Model:
-        model = Model(config, values, torch.float32)
+    ``make_model(values)`` builds a float32 model; ``checkpoint_values(parameters, experts=)`` the stored values.
+    """
+
+    def evaluated(values, active: bool) -> WholeSequenceModel:
+        model = make_model(values)
         model.scales, model.quantised = scales, frozenset({"activations"} if active else ())
         return model
 
@@ -84,7 +88,7 @@ def report(config, parameters, scales, text, batch: int, long_text) -> dict:
     result = {
         "heldout_loss": {k: round(v, 4) for k, v in loss.items()},
         "heldout_perplexity": {k: round(math.exp(v), 4) for k, v in loss.items()},
-        "acceptance": acceptance(full, text[:, :-1], batch),
+        "acceptance": acceptance(full, losses, text[:, :-1], batch),
     }
     if long_text is not None:
         small = max(1, batch // 8)

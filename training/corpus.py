@@ -1,6 +1,6 @@
-"""Builds the training corpus of the small checkpoint: text, tokenizer and token files.
+"""Builds the training corpus of the small checkpoints: text, tokenizer and token files.
 
-    python plugins/qwen38/training/corpus.py --out DIR [--cache DIR]
+    python training/corpus.py --out DIR [--cache DIR]
 
 Text is Python source and prose from the interpreter's standard library and from version-pinned packages under
 permissive licences (``PACKAGES``), fetched with ``pip download --no-deps``.  Files are filtered, deduplicated by content

@@ -54,10 +54,15 @@ class Muon:
 
 
 class Optimiser:
-    """Both optimisers over a named parameter dictionary; ``step(factor)`` applies the scheduled learning-rate factor."""
+    """Both optimisers over a named parameter dictionary; ``step(factor)`` applies the scheduled learning-rate factor.
+
+    ``groups``: name → ``muon``, ``adam``, ``plain``, ``table`` or ``buffer`` (left alone).  ``width``: rows of one matrix of
+    a stacked ``gate_up_proj``.
+    """
 
     def __init__(self, named, groups: dict[str, str], muon_lr: float, adam_lr: float, width: int):
         entries, adam, plain, table = [], [], [], []
+        named = {n: p for n, p in named.items() if groups[n] != "buffer"}
         for name, parameter in named.items():
             kind = groups[name]
             if kind == "muon":
