@@ -1,4 +1,4 @@
-"""The shipped checkpoint drafts well on text it has not seen, at its own sampling defaults."""
+"""The shipped checkpoints draft well on text they have not seen, at their own sampling defaults."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from specdec.serving.request import Emission
 from specdec.serving.statistics import DraftStatistics
 
 
-@pytest.fixture(scope="module")
-def model():
+#: Temperature, top-k and top-p of the real model's generation defaults.
+DEFAULTS = {"qwen3.8-flash": (1.0, 20, 0.95), "glm-5.3-flash": (1.0, 0, 0.95)}
+
+
+@pytest.fixture(scope="module", params=DEFAULTS)
+def model(request):
     torch.set_num_threads(1)
-    recipe = recipe_book().recipe("qwen3.8-flash")
+    recipe = recipe_book().recipe(request.param)
     config = PreparationConfig.for_recipe(recipe, concurrency=4, context=360, adaptive_verification=False)
     return LoadedModel.prepare(recipe, config)
 
 
 def test_five_drafts_emit_at_least_two_tokens_a_round(model):
     requests = heldout_requests(model, files=12, prompt_tokens=200, new_tokens=96)
-    assert (requests[0].sampling.temperature, requests[0].sampling.top_k, requests[0].sampling.top_p) == (1.0, 20, 0.95)
+    sampling = requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == DEFAULTS[model.recipe.name]
     statistics, first = DraftStatistics(), set()
     for event in Generator(model).run(requests):
         if isinstance(event, Emission):

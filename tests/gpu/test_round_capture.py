@@ -1,4 +1,4 @@
-"""The Qwen3.8 round as one CUDA graph: fifty replays give the tokens and the state of the eager run."""
+"""Each model's round as one CUDA graph: fifty replays give the tokens and the state of the eager run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import time
 from pathlib import Path
 
+import glm_models
 import pytest
+import qwen_models
 import torch
-from qwen_models import prepare, write_random_checkpoint
 from round_driver import Driver
 
 from specdec.catalog import RoundShape
@@ -28,13 +29,21 @@ ROUNDS = 50
 BUDGET = 8 * ROUNDS + 8
 
 
+MODELS = {"qwen3.8-flash": qwen_models, "glm-5.3-flash": glm_models}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def recipe(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write_random_checkpoint(tmp_path_factory.mktemp("tiny"), 5)
+def directory(recipe, tmp_path_factory):
+    return MODELS[recipe].write_random_checkpoint(tmp_path_factory.mktemp("tiny"), 5)
 
 
-def started(directory, batch: int, dtype: str):
-    model = prepare(directory, dtype=dtype, slots=batch, context=512, device="cuda")
+def started(recipe: str, directory, batch: int, dtype: str):
+    model = MODELS[recipe].prepare(directory, dtype=dtype, slots=batch, context=512, device="cuda")
     for slot in range(batch):
         model.admit(slot, PROMPTS[slot], budget=BUDGET, top_k=20, top_p=0.95, seed=40 + slot)
     driver = Driver(model)
@@ -54,14 +63,14 @@ def record(**row) -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("width", [1, 6])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replayed_rounds_equal_eager_rounds(directory, batch, width, dtype):
+def test_replayed_rounds_equal_eager_rounds(recipe, directory, batch, width, dtype):
     slots = list(range(batch))
-    eager, driver = started(directory, batch, dtype)
+    eager, driver = started(recipe, directory, batch, dtype)
     begun = time.perf_counter()
     expected = [driver.round(slots, width - 1) for _ in range(ROUNDS)]
     eager_seconds = time.perf_counter() - begun
 
-    model, _ = started(directory, batch, dtype)
+    model, _ = started(recipe, directory, batch, dtype)
     shape = RoundShape(batch=batch, draft_tokens=width - 1, verify_width=width)
     runner = ChainRound(target=model.target, drafter=model.drafter, shape=shape, arena=model.arena, max_draft_tokens=7)
     # warm up on dead lanes only: every lane is the spare slot, so no request advances
@@ -98,6 +107,7 @@ def test_replayed_rounds_equal_eager_rounds(directory, batch, width, dtype):
     tokens = sum(c.emitted for completions in found for c in completions)
     record(
         test="round_capture",
+        recipe=recipe,
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
         source=os.environ.get("SPECDEC_COMMIT", "unknown"),

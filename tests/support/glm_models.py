@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from glm_modules import hf_config
 from prepared import Prepared
 
 from specdec.checkpoint.reader import Checkpoint
@@ -87,6 +86,7 @@ def load_state(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Non
 
 def hf_text_model(seed: int, geometry: Geometry = TINY) -> tuple[torch.nn.Module, torch.Tensor]:
     """The transformers text class with the weights of ``target_tensors``, and the vocabulary head [V, H]; float32."""
+    from glm_modules import hf_config
     from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
 
     model = Glm5NextTextModel(hf_config(geometry))
@@ -109,13 +109,14 @@ def prepare(
     slots: int = 4,
     context: int = 192,
     ring_extent: int = RING_EXTENT,
+    device: str = "cpu",
 ) -> Prepared:
     """Loads target and drafter for ``slots`` requests with private pages for a full context each."""
     reach = -(-(context + 8) // 64)
     capacities = Capacities(
         slots=slots, context=context, pages=slots * reach, max_draft_tokens=7, dtype=dtype, prefill_rows=context
     )
-    where = torch.device("cpu")
+    where = torch.device(device)
     with Checkpoint.open(directory) as checkpoint:
         target = GlmTarget(checkpoint, Geometry.from_config(checkpoint.config), capacities, where, ring_extent)
         drafter = MtpDrafter(checkpoint, target, capacities, ring_extent)
