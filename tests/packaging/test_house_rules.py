@@ -28,6 +28,7 @@ DECLARATION = [
     "manifest",
     "converters",
     "config_fields",
+    "context_fields",
     "tensor_names",
 ]
 #: Modules of a plugin that are imported while plugins are discovered.

@@ -236,6 +236,18 @@ def quantisation_of(
     return None
 
 
+def quantises_activations(
+    checkpoint: Checkpoint, module_name: str, *, aliases: Mapping[str, str] | None = None
+) -> bool:
+    """Whether experts under a module quantise what they read, if their weights are NVFP4 and have input scales.
+
+    W4A4 is the meaning of NVFP4; a checkpoint that says ``W4A16_NVFP4`` keeps activations as they are. See ``quantisation_of``
+    for names and errors.
+    """
+    declared = quantisation_of(checkpoint, module_name, aliases=aliases) or {}
+    return declared.get("quant_algo") != "W4A16_NVFP4"
+
+
 def _stored_name(module: str, aliases: Mapping[str, str]) -> str:
     for other, stored in aliases.items():
         if module.startswith(other):

@@ -6,6 +6,8 @@ Quantised storage is recognised by ``specdec.checkpoint.matrices`` from each ten
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,9 +41,11 @@ class Weights:
         self.precise = torch.promote_types(dtype, torch.float32)
         self.device = device
 
-    def under(self, prefix: str) -> Weights:
+    def under(self, prefix: str) -> Self:
         """The same reader, one level down."""
-        return Weights(self.checkpoint, prefix=self.prefix + prefix, dtype=self.dtype, device=self.device)
+        deeper = copy(self)
+        deeper.prefix = self.prefix + prefix
+        return deeper
 
     def has(self, name: str) -> bool:
         """Whether ``prefix + name`` is stored."""
@@ -80,12 +84,10 @@ class Weights:
             ("up_proj", (inner, hidden)),
             ("down_proj", (hidden, inner)),
         ):
-            found = experts[projection]
-            # NVFP4 packs two values a byte
-            width = found.weight.shape[-1] * (2 if found.storage == "nvfp4" else 1)
-            if (*found.weight.shape[:-1], width) != (count, *shape):
+            found = experts[projection].shape
+            if found != (count, *shape):
                 raise CheckpointError(
-                    f"{self.checkpoint.directory}: {projection} of {self.prefix}{name} has shape "
-                    f"{[*found.weight.shape[:-1], width]}, the configuration needs {[count, *shape]}"
+                    f"{self.checkpoint.directory}: {projection} of {self.prefix}{name} has shape {list(found)}, the "
+                    f"configuration needs {[count, *shape]}"
                 )
         return experts

@@ -4,6 +4,7 @@ Field sizes follow the architecture (``glm5_next``): KDA matrices and convolutio
 and the ring of raw index keys, and the row a drafter and a prefix checkpoint need, which for this model is one and the same.
 """
 
+from specdec.context_fields import absorbed_rows, group_fields, recurrent_dtype
 from specdec.declaration import StateField, StateKind, StateLayout
 
 from .geometry import Geometry
@@ -13,11 +14,6 @@ PAGE_TOKENS = 64
 # are the two before that round, so W + 2 entries are necessary; they suffice when a group is read before the round's later rows
 # are written. Twelve, a group and the widest round, also hold the three open rows when all rows are written first.
 RING_EXTENT = 12
-
-
-def _precise(dtype: str) -> str:
-    """Recurrent matrices are kept in float32 or wider."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def _ring_history(geometry: Geometry) -> int:
@@ -36,40 +32,15 @@ def _indexed_attention(geometry: Geometry, layers: int, dtype: str, ring_extent:
             layers=layers,
             source="normalised latent of every token; keys and values of all heads are projections of it",
         ),
-        StateField(
-            name="group_keys",
-            kind=StateKind.PAGED,
-            shape=(geometry.index_head_dim,),
-            dtype=dtype,
+        *group_fields(
             layers=layers,
-            extent=geometry.index_kpool,
-            source="one pooled index key per index_kpool tokens",
-        ),
-        StateField(
-            name="raw_keys",
-            kind=StateKind.RING,
-            shape=(2, geometry.index_head_dim),
             dtype=dtype,
-            layers=layers,
-            extent=ring_extent,
-            source="index keys after their norm, and pooling gates, of the open group",
-        ),
-        StateField(
-            name="raw_tags",
-            kind=StateKind.RING,
-            shape=(),
-            dtype="int64",
-            extent=ring_extent,
-            fill=-1,
-            source="exact position held by each ring entry; every layer of one owner sees the same positions",
-        ),
-        StateField(
-            name="anchor",
-            kind=StateKind.ROW,
-            shape=(),
-            dtype="int64",
-            fill=-1,
-            source="first position of the last interval; after a prompt its last position",
+            group_tokens=geometry.index_kpool,
+            key_width=geometry.index_head_dim,
+            raw_shape=(2, geometry.index_head_dim),
+            ring_extent=ring_extent,
+            key_source="one pooled index key per index_kpool tokens",
+            raw_source="index keys after their norm, and pooling gates, of the open group",
         ),
     )
 
@@ -92,7 +63,7 @@ def target_layout(
                 name="kda_state",
                 kind=StateKind.COLUMNS,
                 shape=(geometry.linear_num_heads, geometry.linear_head_dim, geometry.linear_head_dim),
-                dtype=_precise(dtype),
+                dtype=recurrent_dtype(dtype),
                 layers=len(geometry.linear_layers),
                 extent=columns,
                 source="KDA matrices [key, value] of each head, one for every verified row",
@@ -139,13 +110,7 @@ def drafter_layout(
         owner="drafter",
         fields=(
             *_indexed_attention(geometry, 1, dtype, ring_extent),
-            StateField(
-                name="rows",
-                kind=StateKind.ROW,
-                shape=(),
-                dtype="int64",
-                source="absorbed pairs: max(consumed − 1, 0) after every round",
-            ),
+            absorbed_rows(),
         ),
         max_draft_tokens=max_draft_tokens,
         page_tokens=PAGE_TOKENS,

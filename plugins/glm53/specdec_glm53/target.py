@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from specdec.checkpoint.matrices import quantisation_of
+from specdec.checkpoint.matrices import quantises_activations
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.weights import Weights, first_stored
 from specdec.declaration import Recipe
@@ -116,9 +116,7 @@ class GlmTarget(RowTarget):
 
     def _load_layer(self, weights: Weights, index: int) -> DecoderLayer:
         layer = weights.under(f"layers.{index}.")
-        # W4A4 is the meaning of NVFP4; a checkpoint that says W4A16 keeps activations as they are
-        declared = quantisation_of(weights.checkpoint, f"{layer.prefix}mlp.experts") or {}
-        quantised = declared.get("quant_algo") != "W4A16_NVFP4"
+        quantised = quantises_activations(weights.checkpoint, f"{layer.prefix}mlp.experts")
         return DecoderLayer.load(layer, self.geometry, index, quantised_activations=quantised)
 
     def run_rows(self, tokens: Tensor, slots: Tensor, positions: Tensor, *, prompt: bool) -> tuple[Tensor, Tensor]:

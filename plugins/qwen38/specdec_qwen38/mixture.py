@@ -17,7 +17,7 @@ def load_mixture(weights: Weights, *, quantised_activations: bool) -> Mixture:
     """Reads one ``mlp`` block. quantised_activations: whether stored ``input_scale`` values are honoured (W4A4)."""
     g = weights.geometry
     return build_mixture(
-        weights.experts("experts"),
+        weights.experts("experts", count=g.num_experts, hidden=g.hidden_size, inner=g.moe_intermediate_size),
         router=weights.matrix("gate.weight", g.num_experts, g.hidden_size),
         route=partial(route_softmax, top_k=g.num_experts_per_tok),
         activation=swiglu,

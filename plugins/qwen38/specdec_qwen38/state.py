@@ -7,6 +7,7 @@ drafter and a prefix checkpoint need, feedback and sampling vector.
 
 from typing import Any
 
+from specdec.context_fields import absorbed_rows, group_fields, recurrent_dtype
 from specdec.declaration import StateField, StateKind, StateLayout
 
 from .geometry import Geometry
@@ -18,13 +19,7 @@ RING_EXTENT = 16
 RING_HISTORY = 2
 
 
-def _precise(dtype: str) -> str:
-    """Recurrent matrices are kept in float32 or wider (``mamba_ssm_dtype`` of the published configuration)."""
-    return "float64" if dtype == "float64" else "float32"
-
-
 def _sparse_attention(geometry: Geometry, layers: int, dtype: str) -> tuple[StateField, ...]:
-    ratio = geometry.indexer_compress_ratio
     return (
         StateField(
             name="kv",
@@ -34,40 +29,15 @@ def _sparse_attention(geometry: Geometry, layers: int, dtype: str) -> tuple[Stat
             layers=layers,
             source="keys after norm and rope, and values, of every attention layer",
         ),
-        StateField(
-            name="group_keys",
-            kind=StateKind.PAGED,
-            shape=(geometry.indexer_head_dim,),
-            dtype=dtype,
+        *group_fields(
             layers=layers,
-            extent=ratio,
-            source="one compressed selector key per indexer_compress_ratio tokens",
-        ),
-        StateField(
-            name="raw_keys",
-            kind=StateKind.RING,
-            shape=(geometry.indexer_head_dim,),
             dtype=dtype,
-            layers=layers,
-            extent=RING_EXTENT,
-            source="selector keys as projected, of the open group",
-        ),
-        StateField(
-            name="raw_tags",
-            kind=StateKind.RING,
-            shape=(),
-            dtype="int64",
-            extent=RING_EXTENT,
-            fill=-1,
-            source="exact position held by each ring entry; every layer of one owner sees the same positions",
-        ),
-        StateField(
-            name="anchor",
-            kind=StateKind.ROW,
-            shape=(),
-            dtype="int64",
-            fill=-1,
-            source="first position of the last interval; after a prompt its last position",
+            group_tokens=geometry.indexer_compress_ratio,
+            key_width=geometry.indexer_head_dim,
+            raw_shape=(geometry.indexer_head_dim,),
+            ring_extent=RING_EXTENT,
+            key_source="one compressed selector key per indexer_compress_ratio tokens",
+            raw_source="selector keys as projected, of the open group",
         ),
     )
 
@@ -76,7 +46,7 @@ def _delta_state(geometry: Geometry, columns: int, dtype: str, recurrence: str) 
     """The recurrent matrices: one live matrix and records of a verification's rows, or one column per verified row."""
     heads = geometry.linear_num_key_heads
     values = geometry.value_width // heads
-    common: dict[str, Any] = {"dtype": _precise(dtype), "layers": len(geometry.linear_layers)}
+    common: dict[str, Any] = {"dtype": recurrent_dtype(dtype), "layers": len(geometry.linear_layers)}
     compact = recurrence == "records"
     matrix = StateField(
         name="delta_state",
@@ -177,13 +147,7 @@ def drafter_layout(geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str 
         owner="drafter",
         fields=(
             *_sparse_attention(geometry, 1, dtype),
-            StateField(
-                name="rows",
-                kind=StateKind.ROW,
-                shape=(),
-                dtype="int64",
-                source="absorbed pairs: max(consumed − 1, 0) after every round",
-            ),
+            absorbed_rows(),
         ),
         max_draft_tokens=max_draft_tokens,
         page_tokens=PAGE_TOKENS,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from specdec.checkpoint.matrices import quantisation_of
+from specdec.checkpoint.matrices import quantises_activations
 from specdec.checkpoint.reader import Checkpoint
 from specdec.declaration import Recipe
 from specdec.interfaces import Capacities
@@ -29,7 +29,7 @@ from .mixture import load_mixture
 from .ngram_embedding import NgramEmbedding
 from .sparse_attention import RopedRows, SparseAttention
 from .state import target_layout
-from .weights import Weights, head_weight, target_prefix
+from .weights import Weights, head_weight, module_aliases, target_prefix
 
 # what a verified row leaves behind where the recurrence is compact
 RECORDS = ("delta_corrections", "delta_keys", "delta_decays")
@@ -106,15 +106,15 @@ class QwenTarget(RowTarget):
         return cls(checkpoint, Geometry.from_config(checkpoint.config), capacities, device)
 
     def _load_layer(self, weights: Weights, index: int) -> DecoderLayer:
-        name = f"{weights.prefix}layers.{index}.mlp.experts"
-        # W4A4 is the meaning of NVFP4; a checkpoint that says W4A16 keeps activations as they are
-        declared = quantisation_of(weights.checkpoint, name) or {}
-        quantised = declared.get("quant_algo") != "W4A16_NVFP4"
+        layer = weights.under(f"layers.{index}.")
+        aliases = module_aliases(self.geometry)
         ple = self.geometry.ple_layers
         return DecoderLayer.load(
-            weights.under(f"layers.{index}."),
+            layer,
             self.geometry.layer_types[index],
-            quantised_activations=quantised,
+            quantised_activations=quantises_activations(
+                weights.checkpoint, f"{layer.prefix}mlp.experts", aliases=aliases
+            ),
             ple_ordinal=ple.index(index) if index in ple else None,
         )
 

@@ -279,15 +279,17 @@ def test_both_names_may_be_listed_if_they_agree(make_checkpoint):
 @pytest.mark.parametrize("layers", [16, 48])
 def test_the_qwen_plugin_knows_the_name_of_its_appended_layer(make_checkpoint, layers):
     from specdec_qwen38.geometry import REAL, interleaved
-    from specdec_qwen38.weights import declared_quantisation
+    from specdec_qwen38.weights import module_aliases
 
     geometry = evolve(REAL, num_hidden_layers=layers, layer_types=interleaved(layers, 4))
     entries = {"mtp.layers.16.mlp.experts": W4A16, "model.language_model.layers.3.mlp.experts": {"quant_algo": "NVFP4"}}
     path = make_checkpoint({"x": torch.zeros(1)}, config=config(entries, layers=layers))
     with Checkpoint.open(path) as checkpoint:
-        found = declared_quantisation(checkpoint, geometry, "mtp.layers.0.mlp.experts.5.up_proj")
+        found = quantisation_of(checkpoint, "mtp.layers.0.mlp.experts.5.up_proj", aliases=module_aliases(geometry))
         assert found == (W4A16 if layers == 16 else None)
-        target = declared_quantisation(checkpoint, geometry, "model.language_model.layers.3.mlp.experts")
+        target = quantisation_of(
+            checkpoint, "model.language_model.layers.3.mlp.experts", aliases=module_aliases(geometry)
+        )
         assert target == {"quant_algo": "NVFP4"}
 
 
