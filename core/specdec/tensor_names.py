@@ -3,12 +3,14 @@
 Declaration layer: nothing is imported here.
 """
 
-__all__ = ["TEXT_PREFIX", "canonical_name"]
+__all__ = ["HEAD_NAMES", "TEXT_PREFIX", "TEXT_PREFIXES", "canonical_name"]
 
 #: What the names of the text model's tensors begin with, the vocabulary head's apart.
 TEXT_PREFIX = "model.language_model."
-# Older exports wrap the text model in other names; the tensors are the same.
-_PREFIXES = (TEXT_PREFIX, "language_model.model.", "model.")
+#: Older exports wrap the text model in other names, and transformers' plain text class in none; the tensors are the same.
+TEXT_PREFIXES = (TEXT_PREFIX, "language_model.model.", "model.")
+#: Names of the vocabulary head, the canonical one first.
+HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def canonical_name(name: str) -> str:
@@ -22,7 +24,7 @@ def canonical_name(name: str) -> str:
         return name.removeprefix("language_model.")
     if name.startswith("model.visual."):
         return name
-    for prefix in _PREFIXES:
+    for prefix in TEXT_PREFIXES:
         if name.startswith(prefix):
             return TEXT_PREFIX + name.removeprefix(prefix)
     return name

@@ -39,8 +39,9 @@ REFUSED_OPTIONS = [
     (["--no-mtp", "--mtp-draft-tokens", "2"], ["--no-mtp and --mtp-draft-tokens 2", "drop one"]),
     (["--prompt", ""], ["--prompt: the prompt is empty"]),
     (["--prompt", "\udcff"], ["--prompt: not UTF-8 text"]),
-    (["--prompt-file", "nowhere.txt"], ["--prompt-file nowhere.txt: No such file"]),
-    (["--prompt-file", "."], ["--prompt-file .: Is a directory"]),
+    (["--prompt-file", "nowhere.txt"], ["--prompt-file 'nowhere.txt': No such file"]),
+    (["--prompt-file", "."], ["--prompt-file '.': Is a directory"]),
+    (["--prompt-file", "top_k"], ["--prompt-file 'top_k': No such file"]),
     (["--prompt", "a", "--prompt-file", "b"], ["--prompt-file", "not allowed with argument --prompt"]),
     (["--temperature", "0"], ["--temperature is 0, but", "must be above 0", "use --greedy"]),
     (["--temperature", "nan"], ["--temperature", "nan"]),
@@ -107,10 +108,10 @@ def test_prompt_that_is_no_text(run: RunCommand, tmp_path: Path, monkeypatch: py
     file = tmp_path / "latin.txt"
     file.write_bytes("naïve".encode("latin-1"))
     outcome = run("--prompt-file", file)
-    assert outcome.code == 2 and f"--prompt-file {file}: not UTF-8 text" in outcome.refusal
+    assert outcome.code == 2 and f"--prompt-file {str(file)!r}: not UTF-8 text" in outcome.refusal
     empty = tmp_path / "empty.txt"
     empty.touch()
-    assert f"--prompt-file {empty}: the prompt is empty" in run("--prompt-file", empty).refusal
+    assert f"--prompt-file {str(empty)!r}: the prompt is empty" in run("--prompt-file", empty).refusal
     for content, words in ((b"\xff", "--prompt -: not UTF-8 text"), (b"", "--prompt -: the prompt is empty")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         outcome = run("--prompt", "-")

@@ -1,8 +1,9 @@
-"""The conformance suite on the checkpoint that the plugin ships: what a stranger gets who names the recipe and nothing else."""
+"""The conformance suite on the checkpoints that plugins ship: what a stranger gets who names the recipe and nothing else."""
 
 from __future__ import annotations
 
 import pytest
+from glm_conformance import GlmFacts
 from qwen_conformance import QwenFacts
 
 from specdec.testing.conformance import RoundConformance
@@ -10,5 +11,9 @@ from specdec.testing.conformance import RoundConformance
 pytestmark = pytest.mark.slow
 
 
-class TestShipped(QwenFacts, RoundConformance):
+class TestShippedQwen38(QwenFacts, RoundConformance):
     """Every standard test on sixteen trained layers."""
+
+
+class TestShippedGlm53(GlmFacts, RoundConformance):
+    """Every standard test on seventeen trained layers, coded scales and quantised activations included."""

@@ -19,7 +19,6 @@ from specdec.round.arena import Arena
 from specdec_glm53.drafter import MtpDrafter
 from specdec_glm53.geometry import TINY, Geometry
 from specdec_glm53.inventory import mtp_inventory, target_inventory
-from specdec_glm53.state import RING_EXTENT
 from specdec_glm53.target import GlmTarget
 
 PREFIX = "model.language_model."
@@ -108,7 +107,7 @@ def prepare(
     dtype: str = "float32",
     slots: int = 4,
     context: int = 192,
-    ring_extent: int = RING_EXTENT,
+    ring_extent: int | None = None,
     device: str = "cpu",
 ) -> Prepared:
     """Loads target and drafter for ``slots`` requests with private pages for a full context each."""

@@ -15,8 +15,9 @@ from torch import Tensor
 from specdec.checkpoint.matrices import ExpertTensors, load_experts, load_matrix
 from specdec.checkpoint.reader import Checkpoint
 from specdec.errors import CheckpointError
+from specdec.tensor_names import HEAD_NAMES, TEXT_PREFIXES
 
-__all__ = ["Weights", "first_stored"]
+__all__ = ["Weights", "first_stored", "head_name", "text_prefix"]
 
 
 def first_stored(checkpoint: Checkpoint, names: Iterable[str], what: str) -> str:
@@ -29,6 +30,20 @@ def first_stored(checkpoint: Checkpoint, names: Iterable[str], what: str) -> str
         if name in checkpoint:
             return name
     raise CheckpointError(f"{checkpoint.directory}: no {what}; looked for {', '.join(names)}")
+
+
+def text_prefix(checkpoint: Checkpoint) -> str:
+    """Prefix of the text model's tensors, one of ``specdec.tensor_names.TEXT_PREFIXES``.
+
+    Raises CheckpointError if the token embedding is under none of them.
+    """
+    name = "embed_tokens.weight"
+    return first_stored(checkpoint, [prefix + name for prefix in TEXT_PREFIXES], "token embedding").removesuffix(name)
+
+
+def head_name(checkpoint: Checkpoint) -> str:
+    """Name under which the vocabulary head is stored. Raises CheckpointError if it is stored under none of the known ones."""
+    return first_stored(checkpoint, HEAD_NAMES, "vocabulary head")
 
 
 class Weights:

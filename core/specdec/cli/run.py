@@ -69,7 +69,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     source, text = "--prompt", args.prompt
     try:
         if args.prompt_file is not None:
-            source = f"--prompt-file {args.prompt_file}"
+            source = f"--prompt-file {args.prompt_file!r}"  # quoted, so that its words are not taken for options
             text = Path(args.prompt_file).read_bytes().decode("utf-8")
         elif args.prompt == "-":
             source = "--prompt -"

@@ -247,8 +247,8 @@ class PrefixCache:
             if pool.free + sum(map(self._reclaims(number), self._held[number])) < count:
                 raise CapacityError(
                     f"page pool {number}: {count} more pages of {pool.page_tokens} tokens are needed, {pool.free} of "
-                    f"{pool.pages} are free and running requests hold the others; lower the concurrency, the context or the "
-                    "number of new tokens"
+                    f"{pool.pages} are free and running requests or other prefix caches hold the rest; lower the concurrency, "
+                    "the context or the number of new tokens, or clear caches that are not in use"
                 )
         for number, (pool, count) in enumerate(zip(self.pools, wanted, strict=True)):
             reclaims = self._reclaims(number)

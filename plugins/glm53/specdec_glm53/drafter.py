@@ -16,17 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.checkpoint.reader import Checkpoint
-from specdec.checkpoint.weights import Weights
+from specdec.checkpoint.weights import Weights, text_prefix
 from specdec.declaration import Recipe
 from specdec.drafting.recursive import RecursiveDrafter
+from specdec.errors import CheckpointError
 from specdec.interfaces import Capacities
 from specdec.ops.grouped_rows import RowPlan
 from specdec.ops.norms import rms_norm
 
 from .latent_attention import IndexedAttention
 from .mixture import load_mixture
-from .state import RING_EXTENT, drafter_layout
-from .target import GlmTarget, text_prefix
+from .state import drafter_layout
+from .target import GlmTarget
 
 
 class MtpDrafter(RecursiveDrafter[RowPlan]):
@@ -35,7 +36,7 @@ class MtpDrafter(RecursiveDrafter[RowPlan]):
     target: GlmTarget
 
     def __init__(
-        self, checkpoint: Checkpoint, target: GlmTarget, capacities: Capacities, ring_extent: int = RING_EXTENT
+        self, checkpoint: Checkpoint, target: GlmTarget, capacities: Capacities, ring_extent: int | None = None
     ) -> None:
         """ring_extent: see ``state.drafter_layout``."""
         g = target.geometry
@@ -61,8 +62,13 @@ class MtpDrafter(RecursiveDrafter[RowPlan]):
     def load(cls, *, recipe: Recipe, checkpoint: Checkpoint, target: GlmTarget, capacities: Capacities) -> MtpDrafter:
         """Loads the layer after the target's last one and allocates draft state.
 
-        Raises CheckpointError for a missing or misshapen tensor, or unknown storage.
+        Raises CheckpointError for a missing or misshapen tensor, unknown storage, or a checkpoint without that layer.
         """
+        if not target.geometry.num_nextn_predict_layers:
+            raise CheckpointError(
+                f"{checkpoint.directory}: config.json: num_nextn_predict_layers is 0, so there is no MTP layer to draft with; "
+                "run without drafts (--no-mtp)"
+            )
         return cls(checkpoint, target, capacities)
 
     def _norm(self, x: Tensor, scale: Tensor) -> Tensor:

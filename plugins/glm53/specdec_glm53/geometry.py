@@ -135,6 +135,9 @@ class Geometry:
             yield key, "a list of layer names", isinstance(types, tuple)
             yield key, f"only {', '.join(allowed)}", all(item in words for item in types)
             yield key, f"one entry for each of num_hidden_layers = {layers}", len(types) == layers
+        both = {"linear_attention", "indexed_attention"} <= set(self.layer_types)
+        yield "layer_types", "at least one layer of linear and one of indexed attention", both
+        yield "linear_lower_bound", "a number below 0", self.linear_lower_bound < 0
         pool = self.index_kpool
         yield "index_kpool", f"a divisor of the {_PAGE_TOKENS}-token page", _PAGE_TOKENS % pool == 0
         yield "index_topk", f"a multiple of index_kpool = {pool}", self.index_topk % pool == 0

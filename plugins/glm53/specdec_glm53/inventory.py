@@ -53,10 +53,8 @@ def target_inventory(geometry: Geometry, experts: str = "nvfp4_csf") -> TensorIn
     ]
     groups += _layer_norms(geometry, layer, every)
     groups += _hyper_connections(geometry, layer, every)
-    if geometry.linear_layers:
-        groups += _delta_attention(geometry, layer + "self_attn.", (("l", geometry.linear_layers),))
-    if geometry.indexed_layers:
-        groups += _indexed_attention(geometry, layer + "self_attn.", (("l", geometry.indexed_layers),))
+    groups += _delta_attention(geometry, layer + "self_attn.", (("l", geometry.linear_layers),))
+    groups += _indexed_attention(geometry, layer + "self_attn.", (("l", geometry.indexed_layers),))
     if geometry.dense_layers:
         groups += _mlp(layer + "mlp.", hidden, geometry.intermediate_size, (("l", geometry.dense_layers),))
     if geometry.sparse_layers:

@@ -12,8 +12,13 @@ from .geometry import Geometry
 PAGE_TOKENS = 64
 # Raw index keys and gates: after a round of W rows of which one was accepted, the next row may close a group whose first rows
 # are the two before that round, so W + 2 entries are necessary; they suffice when a group is read before the round's later rows
-# are written. Twelve, a group and the widest round, also hold the three open rows when all rows are written first.
-RING_EXTENT = 12
+# are written. A group and the widest round together, twelve in the published model, also hold the three open rows when all rows
+# are written first.
+
+
+def ring_extent_of(geometry: Geometry, max_draft_tokens: int = 7) -> int:
+    """Entries of the ring of raw index keys unless a layout is asked for others: a group and the widest round."""
+    return geometry.index_kpool + max_draft_tokens + 1
 
 
 def _ring_history(geometry: Geometry) -> int:
@@ -46,41 +51,38 @@ def _indexed_attention(geometry: Geometry, layers: int, dtype: str, ring_extent:
 
 
 def target_layout(
-    geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16", ring_extent: int = RING_EXTENT
+    geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16", ring_extent: int | None = None
 ) -> StateLayout:
     """State of one target request. dtype: torch dtype name of activations. Pure data; allocates nothing.
 
-    ring_extent: entries of the ring of raw index keys.
+    ring_extent: entries of the ring of raw index keys; None takes ``ring_extent_of``.
 
     Raises:
         DeclarationError: if the ring is smaller than the open group and the rows of a round need; with both numbers.
     """
     columns = max_draft_tokens + 1
-    fields: list[StateField] = []
-    if geometry.linear_layers:
-        fields += [
-            StateField(
-                name="kda_state",
-                kind=StateKind.COLUMNS,
-                shape=(geometry.linear_num_heads, geometry.linear_head_dim, geometry.linear_head_dim),
-                dtype=recurrent_dtype(dtype),
-                layers=len(geometry.linear_layers),
-                extent=columns,
-                source="KDA matrices [key, value] of each head, one for every verified row",
-            ),
-            StateField(
-                name="kda_conv",
-                kind=StateKind.WINDOW,
-                shape=(3 * geometry.linear_width,),
-                dtype=dtype,
-                layers=len(geometry.linear_layers),
-                extent=geometry.linear_conv_kernel_dim - 1,
-                source="query, key and value rows before the short convolution, linear_conv_kernel_dim − 1 of them",
-            ),
-        ]
-    if geometry.indexed_layers:
-        fields += _indexed_attention(geometry, len(geometry.indexed_layers), dtype, ring_extent)
-    fields.append(
+    if ring_extent is None:
+        ring_extent = ring_extent_of(geometry, max_draft_tokens)
+    fields = [
+        StateField(
+            name="kda_state",
+            kind=StateKind.COLUMNS,
+            shape=(geometry.linear_num_heads, geometry.linear_head_dim, geometry.linear_head_dim),
+            dtype=recurrent_dtype(dtype),
+            layers=len(geometry.linear_layers),
+            extent=columns,
+            source="KDA matrices [key, value] of each head, one for every verified row",
+        ),
+        StateField(
+            name="kda_conv",
+            kind=StateKind.WINDOW,
+            shape=(3 * geometry.linear_width,),
+            dtype=dtype,
+            layers=len(geometry.linear_layers),
+            extent=geometry.linear_conv_kernel_dim - 1,
+            source="query, key and value rows before the short convolution, linear_conv_kernel_dim − 1 of them",
+        ),
+        *_indexed_attention(geometry, len(geometry.indexed_layers), dtype, ring_extent),
         StateField(
             name="feedback",
             kind=StateKind.COLUMNS,
@@ -88,8 +90,8 @@ def target_layout(
             dtype=dtype,
             extent=columns,
             source="output of the final norm: input of the vocabulary head and of the next MTP row",
-        )
-    )
+        ),
+    ]
     return StateLayout(
         owner="target",
         fields=tuple(fields),
@@ -100,12 +102,14 @@ def target_layout(
 
 
 def drafter_layout(
-    geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16", ring_extent: int = RING_EXTENT
+    geometry: Geometry, *, max_draft_tokens: int = 7, dtype: str = "bfloat16", ring_extent: int | None = None
 ) -> StateLayout:
     """State of the MTP layer for one request: one indexed attention layer and the number of absorbed rows.
 
     Arguments and errors as for :func:`target_layout`.
     """
+    if ring_extent is None:
+        ring_extent = ring_extent_of(geometry, max_draft_tokens)
     return StateLayout(
         owner="drafter",
         fields=(

@@ -14,33 +14,21 @@ from torch import Tensor
 
 from specdec.checkpoint.matrices import quantises_activations
 from specdec.checkpoint.reader import Checkpoint
-from specdec.checkpoint.weights import Weights, first_stored
+from specdec.checkpoint.weights import Weights, head_name, text_prefix
 from specdec.declaration import Recipe
 from specdec.interfaces import Capacities
 from specdec.ops.grouped_rows import RowPlan, move_anchor
 from specdec.ops.moe import Mixture
 from specdec.ops.norms import rms_norm
 from specdec.round.row_target import RowTarget
+from specdec.tensor_names import TEXT_PREFIX, TEXT_PREFIXES
 
 from .delta_attention import DeltaAttention
 from .geometry import Geometry
 from .hyper_connection import HyperConnection, combine
 from .latent_attention import IndexedAttention
 from .mixture import DenseBlock, load_dense, load_mixture
-from .state import RING_EXTENT, target_layout
-
-# Official releases, some re-exports, and the plain text class of transformers.
-PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
-
-
-def text_prefix(checkpoint: Checkpoint) -> str:
-    """Prefix of the text tensors, MTP layer included.
-
-    Raises CheckpointError if the token embedding is under none of the known prefixes.
-    """
-    name = "embed_tokens.weight"
-    return first_stored(checkpoint, [prefix + name for prefix in PREFIXES], "token embedding").removesuffix(name)
+from .state import target_layout
 
 
 @frozen(kw_only=True, eq=False)
@@ -84,7 +72,7 @@ class GlmTarget(RowTarget):
         geometry: Geometry,
         capacities: Capacities,
         device: torch.device,
-        ring_extent: int = RING_EXTENT,
+        ring_extent: int | None = None,
     ) -> None:
         """ring_extent: see ``state.target_layout``."""
         g, dtype = geometry, getattr(torch, capacities.dtype)
@@ -98,8 +86,8 @@ class GlmTarget(RowTarget):
         self.device = device
         self.dtype = dtype
         self.embedding = weights.matrix("embed_tokens.weight", g.vocab_size, g.hidden_size)
-        head = first_stored(checkpoint, HEAD_NAMES, "vocabulary head")
-        self.head = Weights(checkpoint, prefix="", dtype=dtype, device=device).matrix(head, g.vocab_size, g.hidden_size)
+        whole = Weights(checkpoint, prefix="", dtype=dtype, device=device)
+        self.head = whole.matrix(head_name(checkpoint), g.vocab_size, g.hidden_size)
         self.final_scale = weights.precise_vector("norm.weight", g.hidden_size)
         self.layers = [self._load_layer(weights, index) for index in range(g.num_hidden_layers)]
 
@@ -116,7 +104,9 @@ class GlmTarget(RowTarget):
 
     def _load_layer(self, weights: Weights, index: int) -> DecoderLayer:
         layer = weights.under(f"layers.{index}.")
-        quantised = quantises_activations(weights.checkpoint, f"{layer.prefix}mlp.experts")
+        # configurations list modules under the official names whatever the tensors are called
+        aliases = dict.fromkeys(TEXT_PREFIXES, TEXT_PREFIX)
+        quantised = quantises_activations(weights.checkpoint, f"{layer.prefix}mlp.experts", aliases=aliases)
         return DecoderLayer.load(layer, self.geometry, index, quantised_activations=quantised)
 
     def run_rows(self, tokens: Tensor, slots: Tensor, positions: Tensor, *, prompt: bool) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.checkpoint.matrices import quantises_activations
 from specdec.checkpoint.reader import Checkpoint
+from specdec.checkpoint.weights import text_prefix
 from specdec.declaration import Recipe
 from specdec.interfaces import Capacities
 from specdec.ops.delta_rule import delta_rule_replay
@@ -29,7 +30,7 @@ from .mixture import load_mixture
 from .ngram_embedding import NgramEmbedding
 from .sparse_attention import RopedRows, SparseAttention
 from .state import target_layout
-from .weights import Weights, head_weight, module_aliases, target_prefix
+from .weights import Weights, head_weight, module_aliases
 
 # what a verified row leaves behind where the recurrence is compact
 RECORDS = ("delta_corrections", "delta_keys", "delta_decays")
@@ -76,7 +77,7 @@ class QwenTarget(RowTarget):
             geometry, max_draft_tokens=capacities.max_draft_tokens, dtype=capacities.dtype, recurrence=recurrence
         )
         super().__init__(layout, capacities, device, group_tokens=geometry.indexer_compress_ratio)
-        weights = Weights(checkpoint, geometry, prefix=target_prefix(checkpoint), dtype=dtype, device=device)
+        weights = Weights(checkpoint, geometry, prefix=text_prefix(checkpoint), dtype=dtype, device=device)
         self.geometry = geometry
         self.vocab_size = geometry.vocab_size
         self.device = device

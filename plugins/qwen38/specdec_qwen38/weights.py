@@ -11,23 +11,12 @@ from torch import Tensor
 
 from specdec.checkpoint import weights
 from specdec.checkpoint.reader import Checkpoint
-from specdec.checkpoint.weights import first_stored
+from specdec.checkpoint.weights import head_name
+from specdec.tensor_names import TEXT_PREFIX, TEXT_PREFIXES
 
 from .geometry import Geometry
 
-# Official releases, some re-exports, and the plain text class of transformers.
-TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 DRAFTER_PREFIX = "mtp."
-
-
-def target_prefix(checkpoint: Checkpoint) -> str:
-    """Prefix of the target's text tensors.
-
-    Raises CheckpointError if the token embedding is under none of the known prefixes.
-    """
-    name = "embed_tokens.weight"
-    return first_stored(checkpoint, [prefix + name for prefix in TARGET_PREFIXES], "token embedding").removesuffix(name)
 
 
 class Weights(weights.Weights):
@@ -49,15 +38,15 @@ def head_weight(checkpoint: Checkpoint, geometry: Geometry, dtype: torch.dtype, 
 
     Raises CheckpointError if it is stored under none of the known names or has another shape.
     """
-    name = first_stored(checkpoint, HEAD_NAMES, "vocabulary head")
     reader = Weights(checkpoint, geometry, prefix="", dtype=dtype, device=device)
-    return reader.matrix(name, geometry.vocab_size, geometry.hidden_size)
+    return reader.matrix(head_name(checkpoint), geometry.vocab_size, geometry.hidden_size)
 
 
 def module_aliases(geometry: Geometry) -> dict[str, str]:
-    """Names that engines give the MTP layer, by stored name, as ``quantisation_of`` takes them.
+    """Other beginnings of module names, by stored name, as ``quantisation_of`` takes them.
 
-    Engines that append the layer to the decoder stack call it ``mtp.layers.{num_hidden_layers}``; files therefore list it under
-    that name, ``mtp.layers.0``, or both. No tensor carries the alias.
+    Configurations list modules under the official names whatever the tensors are called. Engines that append the MTP layer to the
+    decoder stack call it ``mtp.layers.{num_hidden_layers}``; files therefore list it under that name, ``mtp.layers.0``, or both.
     """
-    return {f"{DRAFTER_PREFIX}layers.{geometry.num_hidden_layers}.": f"{DRAFTER_PREFIX}layers.0."}
+    appended = {f"{DRAFTER_PREFIX}layers.{geometry.num_hidden_layers}.": f"{DRAFTER_PREFIX}layers.0."}
+    return {**dict.fromkeys(TEXT_PREFIXES, TEXT_PREFIX), **appended}

@@ -82,16 +82,11 @@ def test_the_smallest_ring_holds_two_rows_beside_a_round_and_one_less_is_refused
     assert f"extent {smallest - 1}" in message and f"at least {smallest}" in message and "\n" not in message
 
 
-def test_a_wider_group_needs_a_longer_ring():
+def test_a_wider_group_has_a_longer_ring():
+    wide = evolve(TINY, index_kpool=16)
+    assert target_layout(wide).field("raw_keys").extent == drafter_layout(wide).field("raw_keys").extent == 24
     with pytest.raises(DeclarationError, match=r"extent 12.*at least 22"):
-        target_layout(evolve(TINY, index_kpool=16))
-
-
-def test_a_model_of_one_kind_of_layer_declares_no_state_of_the_other():
-    linear = evolve(TINY, layer_types=("linear_attention",) * 9)
-    indexed = evolve(TINY, layer_types=("indexed_attention",) * 9)
-    assert [item.name for item in target_layout(linear).fields] == ["kda_state", "kda_conv", "feedback"]
-    assert "kda_state" not in [item.name for item in target_layout(indexed).fields]
+        target_layout(wide, ring_extent=12)
 
 
 def test_the_recipe_states_its_numbers():
