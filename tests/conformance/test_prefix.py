@@ -1,4 +1,4 @@
-"""Prefix checkpoints on the Qwen3.8 plugin: what continues from one equals a cold run, token for token and state for state."""
+"""Prefix checkpoints of every plugin: what continues from one equals a cold run, token for token and state for state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prefix_runs import (
     CONTEXT,
     GREEDY,
     SAMPLED,
+    WRITERS,
     Crossings,
     PrefixBench,
     WatchedGenerator,
@@ -28,9 +29,9 @@ from specdec.state.prefix_records import Lost
 LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 130)
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> PrefixBench:
-    return PrefixBench(tmp_path_factory.mktemp("prefix") / "checkpoint")
+@pytest.fixture(scope="module", params=WRITERS)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PrefixBench:
+    return PrefixBench(tmp_path_factory.mktemp("prefix") / "checkpoint", request.param)
 
 
 # --- restores ----------------------------------------------------------------------------------------------------------
@@ -239,7 +240,14 @@ def test_options_of_the_new_request_hold_after_a_hit(bench, options: dict[str, A
 
 
 def test_plain_decoding_without_a_drafter_uses_checkpoints_too(bench) -> None:
-    model = prepare_model(bench.directory, context=CONTEXT, concurrency=2, speculative=False, max_draft_tokens=None)
+    model = prepare_model(
+        bench.directory,
+        context=CONTEXT,
+        recipe_name=bench.recipe_name,
+        concurrency=2,
+        speculative=False,
+        max_draft_tokens=None,
+    )
     prompts = [tokens(80, 64), tokens(80, 64) + tokens(81, 30), tokens(80, 130)]
     plain = [WatchedGenerator(model).outcomes([request(prompt, new=70)])[0] for prompt in prompts]
     generator = cached(model)

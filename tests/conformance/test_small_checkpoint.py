@@ -13,7 +13,6 @@ from specdec.serving.model import LoadedModel
 from specdec.serving.request import Emission
 from specdec.serving.statistics import DraftStatistics
 
-
 #: Temperature, top-k and top-p of the real model's generation defaults.
 DEFAULTS = {"qwen3.8-flash": (1.0, 20, 0.95), "glm-5.3-flash": (1.0, 0, 0.95)}
 

@@ -9,11 +9,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import glm_models
 import torch
 from attrs import evolve, frozen
 from committed_state import assert_same_state, committed_state
 from serving_runs import FEW_TOKENS, FEW_TOKENS_SEED
-from small_checkpoint import write_small_checkpoint
+from small_checkpoint import byte_tokenizer, write_small_checkpoint
 
 from specdec.declaration import StateKind
 from specdec.interfaces import Drafter
@@ -29,13 +30,14 @@ from specdec.serving.request import Emission, Progress, Request
 from specdec.state.pages import PagePool
 from specdec.state.prefix_records import PrefixEntry
 from specdec.testing.scripted import ScriptedDrafter
+from specdec_glm53 import geometry as glm_geometry
 
 PREFILL_ROWS = 48
 
 
-def prepare_model(directory: Path, *, context: int, **options: Any) -> LoadedModel:
+def prepare_model(directory: Path, *, context: int, recipe_name: str = "qwen3.8-flash", **options: Any) -> LoadedModel:
     """A float64 model whose prompt chunks do not divide pages; options as ``PreparationConfig.for_recipe``."""
-    recipe = recipe_book().recipe("qwen3.8-flash")
+    recipe = recipe_book().recipe(recipe_name)
     options = {"max_draft_tokens": 7, "snapshot_bytes": 1 << 24, "adaptive_verification": False, **options}
     config = PreparationConfig.for_recipe(recipe, context=context, prefill_tokens=(PREFILL_ROWS,), **options)
     return LoadedModel.prepare(recipe, config, directory=directory, dtype="float64")
@@ -209,12 +211,42 @@ GREEDY = SamplingParams(greedy=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=77)
 
 
+def _qwen(directory: Path) -> Path:
+    return write_small_checkpoint(directory, seed=FEW_TOKENS_SEED, geometry=FEW_TOKENS)
+
+
+def _glm(directory: Path) -> Path:
+    glm_models.write_random_checkpoint(directory, GLM_SEED, GLM_FEW_TOKENS)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+#: Checkpoints of six tokens and few layers by recipe.
+WRITERS = {"qwen3.8-flash": _qwen, "glm-5.3-flash": _glm}
+#: Two layers; sparse selection begins at twelve tokens.
+GLM_FEW_TOKENS = evolve(
+    glm_geometry.TINY,
+    vocab_size=6,
+    eos_token_id=(5,),
+    num_hidden_layers=2,
+    layer_types=("linear_attention", "indexed_attention"),
+    mlp_layer_types=("dense", "sparse"),
+    index_topk=8,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    hc_sinkhorn_iters=4,
+)
+#: A seed whose drafts are accepted at several depths.
+GLM_SEED = 19
+
+
 class PrefixBench:
     """Models of one checkpoint of the six-token vocabulary, and cold runs to compare with."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, recipe_name: str = "qwen3.8-flash") -> None:
         torch.set_num_threads(1)
-        self.directory = write_small_checkpoint(directory, seed=FEW_TOKENS_SEED, geometry=FEW_TOKENS)
+        self.recipe_name = recipe_name
+        self.directory = WRITERS[recipe_name](directory)
         self._prepared: dict[int, LoadedModel] = {}
         self._known: dict[tuple[Request, int], Outcome] = {}
 
@@ -222,13 +254,24 @@ class PrefixBench:
         """The model under test by concurrency."""
         if concurrency not in self._prepared:
             self._prepared[concurrency] = prepare_model(
-                self.directory, context=CONTEXT, concurrency=concurrency, extended_sampling=True
+                self.directory,
+                context=CONTEXT,
+                recipe_name=self.recipe_name,
+                concurrency=concurrency,
+                extended_sampling=True,
             )
         return self._prepared[concurrency]
 
     @cached_property
     def _untouched(self) -> LoadedModel:
-        return prepare_model(self.directory, context=CONTEXT, concurrency=1, snapshot_bytes=0, extended_sampling=True)
+        return prepare_model(
+            self.directory,
+            context=CONTEXT,
+            recipe_name=self.recipe_name,
+            concurrency=1,
+            snapshot_bytes=0,
+            extended_sampling=True,
+        )
 
     def cold(self, request: Request, width: int = 4) -> Outcome:
         """A request alone on a model that never had a prefix cache; each different one is run once."""
