@@ -4,6 +4,7 @@
     data.py          token files on the training device
     blocks.py        differentiable blocks that several architectures use
     selector.py      selection by compressed groups, and the selector's loss
+    sinkhorn.py      doubly stochastic mixing matrices
     model.py         what the trainer and the evaluation expect of a model
     objectives.py    losses and acceptance measures
     optimiser.py     Muon and AdamW

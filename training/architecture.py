@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from training.evaluation import report
 from training.model import WholeSequenceModel
 
 
@@ -17,6 +18,9 @@ class Architecture:
     ``unquantised(parameters)``: the same entries unchanged.  ``in_drafter(name, parameters)``: parameters of the MTP layer;
     ``in_selector(name, parameters)``: parameters of the selectors, which the drafter's phase trains too.
     ``write_checkpoint(directory, config, parameters, scales, tokenizer, results)`` returns bytes.
+    ``read_tokenizer(config, parameters, tokenizer)``: sets what follows from the tokenizer, before a resume.  ``budget``:
+    default of ``--budget``.  ``trainer``: a subclass of :class:`training.trainer.Trainer` in its place; ``report``: the
+    held-out measures, as :func:`training.evaluation.report`.
     """
 
     command: str
@@ -37,3 +41,7 @@ class Architecture:
     balance_weight: float = 0.01
     balance_rate: float = 0.0
     options: dict[str, tuple[str, int, str]] = field(default_factory=dict)
+    read_tokenizer: Callable[..., None] | None = None
+    budget: int = 512
+    trainer: type | None = None
+    report: Callable[..., dict] = report

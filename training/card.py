@@ -1,6 +1,7 @@
 """Renders a checkpoint's card (README.md) from results.json."""
 
 import re
+from collections.abc import Sequence
 
 # SPDX licence identifiers of the corpus's sources.
 SPDX = {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "ISC", "MIT", "PSF-2.0", "Zlib"}
@@ -27,16 +28,25 @@ def licence_of(source: dict) -> str:
     return FROM_TEXT.get(source["name"]) or f'"{source["licence"]}"'
 
 
-def render(results: dict, *, architecture: str, law: str, forms: dict[str, str]) -> str:
+def render(
+    results: dict,
+    *,
+    architecture: str,
+    law: str,
+    forms: dict[str, str],
+    drafter: str = "MTP drafter",
+    further: Sequence[str] = (),
+) -> str:
     """Returns the card's Markdown; sections whose numbers are missing are left out.
 
-    ``architecture``: its name; ``law``: the sampling defaults in words; ``forms``: label of each held-out loss.
+    ``architecture``, ``drafter``: their names; ``law``: the sampling defaults in words; ``forms``: label of each held-out
+    loss; ``further``: lines of the plugin's own sections, before the corpus.
     """
-    lines = [*_head(results, architecture), *_losses(results, forms), *_acceptance(results, law), *_selection(results)]
-    return "\n".join([*lines, *_corpus(results["corpus"])]) + "\n"
+    lines = [*_head(results, architecture, drafter), *_losses(results, forms), *_acceptance(results, law)]
+    return "\n".join([*lines, *_selection(results), *further, *_corpus(results["corpus"])]) + "\n"
 
 
-def _head(results: dict, architecture: str) -> list[str]:
+def _head(results: dict, architecture: str, drafter: str) -> list[str]:
     lines = [
         f"# Small trained checkpoint of the {architecture} architecture",
         "",
@@ -44,7 +54,7 @@ def _head(results: dict, architecture: str) -> list[str]:
         "end-to-end tests of speculative decoding. It is not derived from any released weights and knows nothing beyond its",
         "small corpus; do not rely on what it writes.",
         "",
-        f"- parameters: target {results['parameters']['target']:,}, MTP drafter {results['parameters']['mtp']:,}",
+        f"- parameters: target {results['parameters']['target']:,}, {drafter} {results['parameters']['mtp']:,}",
         f"- hardware: {results['hardware']}, torch {results['torch']}",
         f"- command: `{results['command']}`",
     ]
@@ -88,7 +98,8 @@ def _acceptance(results: dict, law: str) -> list[str]:
     ]
     for depth, (mean, conditional) in enumerate(zip(found["by_depth"], found["conditional"]), start=1):
         lines.append(f"| {depth} | {mean} | {conditional} |")
-    return [*lines, "", f"Expected tokens a round with five drafts: {found['tokens_per_round']}."]
+    drafts = {5: "five", 7: "seven"}.get(len(found["by_depth"]), len(found["by_depth"]))
+    return [*lines, "", f"Expected tokens a round with {drafts} drafts: {found['tokens_per_round']}."]
 
 
 def _selection(results: dict) -> list[str]:

@@ -2,10 +2,11 @@
 
 Phases of the training time (shares of what is left of the budget after loading, warm-up and a reserve):
 
-1. joint: next-token loss of the target plus a small distillation loss of draft depths 1 and 2 whose gradient reaches the
-   trunk; in the last part the quantised tensors and activations are trained in their stored form.
-2. drafter: the target is frozen in its stored form; the MTP layer maximises the expected acceptance of five recursive
-   drafts, and the selectors learn the attention mass of the compressed groups.
+1. joint: next-token loss of the target plus a small distillation loss of the drafter (depths 1 and 2 of a recursive one,
+   all slots of a block) whose gradient reaches the trunk; in the last part the quantised tensors and activations are
+   trained in their stored form.
+2. drafter: the target is frozen in its stored form; the drafter maximises the expected acceptance of five recursive
+   drafts or of a block, and the selectors learn the attention mass of the compressed groups.
 
 ``--resume DIR`` starts from the weights of an earlier run; ``--hold`` keeps the learning rate up and leaves out phase 2
 (for a run that another one continues).
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from training import evaluation, state
+from training import state
 from training.architecture import Architecture
 from training.trainer import BEGIN, Trainer, say
 
@@ -40,7 +41,9 @@ def parse(own: Architecture, description: str | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=own.layers)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--budget", type=int, default=512, help="tokens the selector may keep")
+    parser.add_argument(
+        "--budget", type=int, default=own.budget, help="tokens or compressed rows the selector may keep"
+    )
     for name, (_, default, text) in own.options.items():
         parser.add_argument(name, type=type(default), default=default, help=text)
     parser.add_argument("--muon-lr", type=float, default=0.02)
@@ -165,7 +168,7 @@ def finish(trainer: Trainer, results: dict) -> None:
             trainer.calibrate(4)
         batch = max(1, min(trainer.batch, 16))
         trainer.losses = type(trainer.losses)(own.top_k, own.top_p)
-        results |= evaluation.report(
+        results |= own.report(
             trainer.new_model,
             own.checkpoint_values,
             trainer.losses,
@@ -175,7 +178,11 @@ def finish(trainer: Trainer, results: dict) -> None:
             batch,
             trainer.long,
         )
-        say(json.dumps({k: results[k] for k in ("heldout_loss", "acceptance", "long_context") if k in results}))
+        say(
+            json.dumps(
+                {k: results[k] for k in ("heldout_loss", "acceptance", "calibration", "long_context") if k in results}
+            )
+        )
     except Exception:
         results["evaluation_failure"] = traceback.format_exc()
         say("evaluation failed:\n" + results["evaluation_failure"])
@@ -204,7 +211,7 @@ def main(own: Architecture, description: str | None = None) -> None:
     for name, (keyword, _, _) in own.options.items():
         text_arguments[keyword] = getattr(a, name.removeprefix("--").replace("-", "_"))
     results = first_results(own, a, text_arguments)
-    trainer = Trainer(own, a, own.text_config(**text_arguments))
+    trainer = (own.trainer or Trainer)(own, a, own.text_config(**text_arguments))
     results["parameters"] = {
         "target": sum(p.numel() for n, p in trainer.parameters.items() if not own.in_drafter(n, trainer.parameters)),
         "mtp": sum(p.numel() for n, p in trainer.parameters.items() if own.in_drafter(n, trainer.parameters)),

@@ -29,6 +29,8 @@ class Trainer:
         self.device = torch.device(a.device)
         self.list = architecture.parameter_list(config)
         self.parameters = architecture.initialise(config, a.seed, self.device)
+        if architecture.read_tokenizer is not None:
+            architecture.read_tokenizer(config, self.parameters, a.corpus / "tokenizer.json")
         self.scales: dict[str, torch.Tensor] = {}
         if a.resume is not None:
             self.scales = state.load_state(a.resume, self.parameters)

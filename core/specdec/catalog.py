@@ -65,12 +65,20 @@ class RoundShape:
 
 
 def speculative_shapes(
-    concurrency: int, widths: Iterable[int], speculative_token_capacity: int, fixed_width: int | None = None
+    concurrency: int,
+    widths: Iterable[int],
+    speculative_token_capacity: int,
+    fixed_width: int | None = None,
+    *,
+    packed: bool = False,
 ) -> tuple[RoundShape, ...]:
     """The chain catalog: width one at every batch capacity, each wider width where B·W fits the token capacity.
 
     With ``fixed_width``, one shape per batch capacity: that width where it fits, width one elsewhere. Concurrency 4 with
     widths 1 … 6 and capacity 128 gives eighteen shapes, a fixed width three. Ordered by batch, then width.
+
+    packed: rounds allocate the rows of their lanes, so a wider width is there at every batch capacity up to the token capacity,
+    with that many physical rows where B·W would be more.
 
     Raises:
         UsageError: if the widths do not increase from 1, or ``fixed_width`` is not one of them.
@@ -83,10 +91,23 @@ def speculative_shapes(
         raise UsageError(f"fixed_width {fixed_width!r} must be one of the prepared widths {listed(catalog)}")
     shapes: list[RoundShape] = []
     for batch in batch_capacities(concurrency):
-        fitting = [width for width in catalog if width == 1 or batch * width <= speculative_token_capacity]
+        fitting = [
+            width
+            for width in catalog
+            if width == 1 or (batch if packed else batch * width) <= speculative_token_capacity
+        ]
         if fixed_width is not None:
             fitting = [fixed_width if fixed_width in fitting else 1]
-        shapes.extend(RoundShape(batch=batch, draft_tokens=width - 1, verify_width=width) for width in fitting)
+        for width in fitting:
+            short = width > 1 and batch * width > speculative_token_capacity
+            shapes.append(
+                RoundShape(
+                    batch=batch,
+                    draft_tokens=width - 1,
+                    verify_width=width,
+                    packed_rows=speculative_token_capacity if short else 0,
+                )
+            )
     return tuple(shapes)
 
 

@@ -16,10 +16,11 @@ from attrs import frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specdec.round.allocation import PackedRows
     from specdec.state.requests import Lanes
     from specdec.state.store import StateStore
 
-__all__ = ["Capacities", "Drafter", "Proposer", "Round", "Target"]
+__all__ = ["Capacities", "Drafter", "PackedTarget", "Proposer", "Round", "Target"]
 
 
 @frozen(kw_only=True)
@@ -58,8 +59,8 @@ class Target(Protocol):
 
         Valid from that ``prefill`` until the target's next call of another method, whatever the drafter does to its feedback
         rows meanwhile. Called right after ``prefill``, before the drafter absorbs the chunk, and a few rows at a time, so that
-        the logits of a whole chunk never exist at once. Raises RuntimeError if no chunk's rows are kept any more and ValueError
-        if the chunk has fewer rows.
+        the logits of a whole chunk never exist at once. Raises RuntimeError if no chunk's rows are kept any more (a replayed
+        graph cannot tell) and ValueError if the chunk has fewer rows.
         """
 
     def first_logits(self, slots: Tensor) -> Tensor:
@@ -94,6 +95,19 @@ class Target(Protocol):
         """Number of broken state invariants seen since admission, [B] int64; anything but 0 ends the request with an error."""
 
 
+@runtime_checkable
+class PackedTarget(Target, Protocol):
+    """A target that verifies fewer rows than B·W: what rounds with forecasts (``Recipe.confidence_width``) need."""
+
+    def verify_rows(self, tokens: Tensor, rows: PackedRows) -> Tensor:
+        """As ``verify`` for packed rows: row i of a lane sees its lane's committed state and the rows of smaller index.
+
+        tokens: [P] int64. Returns logits [P, V]; they mean nothing where a row is not live, and such rows write to the spare slot
+        and the trash page only. Feedback and head input of a row are left in column ``rows.index`` of its slot, so that
+        ``commit`` and ``feedback_rows`` work as after ``verify``; columns of rows that were not packed keep what they held.
+        """
+
+
 class Proposer(Protocol):
     """Draws draft tokens for a drafter; owned by the core, so that the stored law is the law that was drawn from."""
 
@@ -107,36 +121,57 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Draft weights and draft state. Same rules as ``Target``."""
+    """Draft weights and draft state. Same rules as ``Target``.
+
+    lag: rows of draft history that are missing at N consumed tokens. 1 where row i pairs the feedback h[i] with the token after
+    it, which is not known for the last one; 0 where a row is made from h[i] alone. History has max(N − lag, 0) rows, counted
+    in the ``row`` field ``rows`` of the store.
+    """
 
     store: StateStore
 
-    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
-        """Absorbs prompt rows start … start+T−1 from real feedback: row i pairs h[i] with x[i+1].
+    @property
+    def lag(self) -> int:
+        """0 or 1; see the class."""
 
-        feedback: [T, D]; tokens: [T] int64 are x[start+1 … start+T]; slot: [1].
+    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
+        """Absorbs prompt rows start … start+T−1 from real feedback and commits them: row i is made from h[i] and, with lag 1,
+        the token x[i+1].
+
+        feedback: [T, D]; tokens: [T] int64 are x[start+lag … start+T−1+lag]; slot: [1].
         """
 
-    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> None:
-        """Completes row N−1 (saved feedback, pending token), then proposes ``draft_tokens`` tokens through ``proposer``.
+    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> Tensor | None:
+        """Proposes ``draft_tokens`` tokens through ``proposer``; with lag 1 it first completes row N−1 (saved feedback, pending
+        token), also where ``draft_tokens`` = 0. Called before verification, which overwrites the saved feedback.
 
-        With ``draft_tokens`` = 0 it absorbs row N−1 and proposes nothing. Called before verification, which overwrites
-        the saved feedback.
+        Returns forecasts [B, K] float32, or None from a drafter that makes none: the probability that draft j is accepted if the
+        earlier ones are, computed from nothing but tokens before draft j and committed state, so that a round may use it to
+        decide whether to verify that draft.
         """
 
     def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
-        """Rewrites draft history from real feedback: rows N … N+t−2, pair j = (h[N+j], emitted token j).
+        """Writes draft rows from real feedback, as candidates that ``commit`` selects among: rows N … N+t−1−lag, row N+j from
+        h[N+j] and, with lag 1, emitted token j.
 
-        tokens: [B, W] int64 emitted tokens (−1 padded); emitted: [B] int64 t. Called once in every round, after verification
-        and before ``Target.commit``; with W = 1 there is nothing to rewrite. This is the commit of all draft state.
+        tokens: [B, W] int64 emitted tokens (−1 padded); emitted: [B] int64 t. Called once in every round, after verification.
+        With lag 1 and W = 1 there is nothing to write.
         """
 
-    def snapshot(self, slots: Tensor) -> Mapping[str, Tensor]:
-        """Committed draft state of lanes, pages excluded: [layers, B, …] by field name."""
+    def commit(self, lanes: Lanes, emitted: Tensor) -> None:
+        """Selects the draft state after ``emitted`` [B] int64 consumed inputs; 0 keeps the state. Called once in every round,
+        after ``absorb`` and the round's snapshots and before ``Target.commit``. This is the commit of all draft state."""
+
+    def snapshot(self, slots: Tensor, taken: Tensor | None = None) -> Mapping[str, Tensor]:
+        """Committed draft state of lanes, pages excluded: [layers, B, …] by field name.
+
+        taken: [B] int64 between ``absorb`` and ``commit``: the state as if that many inputs were consumed, at most those that
+        were emitted; None between rounds.
+        """
 
     def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
-        """Gives a slot the state of max(consumed − 1, 0) absorbed rows from a snapshot of one lane that had absorbed at least
-        these; open-group members with their tags and the anchor included. Pages are the caller's. Host side."""
+        """Gives a slot the state of max(consumed − lag, 0) absorbed rows from a snapshot of one lane: one taken at that length,
+        or, where rows stay readable by position, at a greater one. Pages are the caller's. Host side."""
 
     def faults(self, slots: Tensor) -> Tensor:
         """As ``Target.faults``."""

@@ -161,6 +161,11 @@ class StateLayout:
         raise DeclarationError(f"StateLayout of the {self.owner} has no field {name!r}; fields: {known}")
 
     @property
+    def paged(self) -> bool:
+        """Whether any field has pages; a layout without needs no page pool."""
+        return any(item.kind is StateKind.PAGED for item in self.fields)
+
+    @property
     def bytes_per_token(self) -> float:
         """Paged bytes of one cached token over all layers (a group entry counts by its share)."""
         return sum(f.layers * f.entry_bytes / f.extent for f in self.fields if f.kind is StateKind.PAGED)

@@ -38,6 +38,9 @@ class PreparationConfig:
     ``extended_sampling``
         whether requests may use penalties, logit bias, minimum lengths and log-probabilities, which need tables over the
         vocabulary and a second variant of every round; it runs only while a request with such an option does.
+    ``packed``
+        whether rounds with drafts allocate target rows among their lanes, as recipes with forecasts do; then
+        ``speculative_token_capacity`` bounds the rows, not the batch.
     ``mtp_only``
         leaves out ordinary operations without draft work.
     ``memory_bytes``, ``headroom_bytes``, ``snapshot_bytes``
@@ -57,6 +60,7 @@ class PreparationConfig:
     prefill_tokens: tuple[int, ...] = field(default=(512,), converter=as_tuple)
     fixed_width: int | None = None
     extended_sampling: bool = False
+    packed: bool = False
     mtp_only: bool = False
     memory_bytes: int | None = None
     headroom_bytes: int = 0
@@ -164,6 +168,7 @@ class PreparationConfig:
             prefill_tokens=tuple(prefill_tokens),
             fixed_width=fixed_width,
             extended_sampling=extended_sampling,
+            packed=speculative and recipe.confidence_width > 0,
             mtp_only=mtp_only,
             memory_bytes=memory_bytes,
             headroom_bytes=headroom_bytes,
@@ -184,14 +189,20 @@ class PreparationConfig:
         """All captured round shapes, whatever the verification policy; none without speculation."""
         if not self.speculative:
             return ()
-        return speculative_shapes(self.concurrency, self.speculative_widths, self.speculative_token_capacity)
+        return speculative_shapes(
+            self.concurrency, self.speculative_widths, self.speculative_token_capacity, packed=self.packed
+        )
 
     def serving_shapes(self) -> tuple[RoundShape, ...]:
         """The shapes the verification policy chooses among: all, or one per batch capacity for a fixed width."""
         if not self.speculative:
             return ()
         return speculative_shapes(
-            self.concurrency, self.speculative_widths, self.speculative_token_capacity, self.fixed_width
+            self.concurrency,
+            self.speculative_widths,
+            self.speculative_token_capacity,
+            self.fixed_width,
+            packed=self.packed,
         )
 
     def reduce(

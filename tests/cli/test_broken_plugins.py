@@ -81,7 +81,12 @@ def test_each_is_named_with_distribution_version_and_reason(site: Any, command: 
 def test_json_stays_json(site: Any) -> None:
     broken = install_broken(site)
     recipes = json.loads(site.specdec("recipes", "--json").stdout)
-    assert {recipe["name"] for recipe in recipes} == {"glm-5.3-flash", "qwen3.8-flash", "healthy-toy"}
+    assert {recipe["name"] for recipe in recipes} == {
+        "deepseek-v4.1-flash",
+        "glm-5.3-flash",
+        "qwen3.8-flash",
+        "healthy-toy",
+    }
     plugins = json.loads(site.specdec("plugins", "--json").stdout)
     found = {f"{plugin['distribution']} {plugin['version']}": plugin for plugin in plugins}
     statuses = {label: found[label]["status"] for label in broken}

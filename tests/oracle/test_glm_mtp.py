@@ -104,6 +104,7 @@ def test_first_draft_after_every_prompt_length(case):
         assert model.drafter.faults(lanes.slots).eq(0).all()
         # the round that proposed ends with one emitted token: row N−1 is history
         model.drafter.absorb(lanes, torch.zeros(3, 1, dtype=torch.int64), torch.ones_like(rows))
+        model.drafter.commit(lanes, torch.ones_like(rows))
         assert model.drafter.store["rows"][0, lanes.slots, 0].tolist() == list(consumed.values())
     assert worst <= case.tolerance
 
@@ -156,6 +157,7 @@ def test_rows_after_polluted_drafts_and_absorption(case, seed, ring):
             model.target.store["feedback"][0, lane, count : drafts + 1] = 100.0
         follow = case.tokens[starts.unsqueeze(1) + torch.arange(1, drafts + 2)]
         drafter.absorb(lanes, torch.where(torch.arange(drafts + 1) < taken.unsqueeze(1), follow, -1), taken)
+        drafter.commit(lanes, taken)
         model.target.store.selected[:2] = taken - 1
         consumed = {slot: count + int(taken[slot]) for slot, count in consumed.items()}
         assert drafter.store["rows"][0, :2, 0].tolist() == [count - 1 for count in consumed.values()]

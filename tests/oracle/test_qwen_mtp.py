@@ -79,6 +79,7 @@ def test_first_draft_after_every_prompt_length(case):
         assert model.drafter.faults(lanes.slots).eq(0).all() and model.target.faults(lanes.slots).eq(0).all()
         # the round that proposed ends with one emitted token: row N−1 is history
         model.drafter.absorb(lanes, torch.zeros(len(consumed), 1, dtype=torch.int64), torch.ones_like(rows))
+        model.drafter.commit(lanes, torch.ones_like(rows))
         assert model.drafter.store["rows"][0, lanes.slots, 0].tolist() == list(consumed.values())
     assert worst <= case.tolerance
 
@@ -129,6 +130,7 @@ def test_first_draft_after_rounds_with_rejected_drafts(case, seed):
         target.verify(torch.cat([lanes.pending.unsqueeze(1), proposed], dim=1), lanes)
         emitted = torch.where(torch.arange(drafts + 1) < taken.unsqueeze(1), follow, -1)
         drafter.absorb(lanes, emitted, taken)
+        drafter.commit(lanes, taken)
         target.commit(lanes, taken)
         consumed = {slot: count + int(taken[slot]) for slot, count in consumed.items()}
         assert drafter.store["rows"][0, :2, 0].tolist() == [count - 1 for count in consumed.values()]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.declaration import StateField, StateKind, StateLayout
 from specdec.interfaces import Proposer
+from specdec.round.allocation import PackedRows
 from specdec.round.arena import Arena
 from specdec.sampling.params import SamplingParams
 from specdec.state.requests import Lanes
@@ -46,6 +47,10 @@ class MarkovTarget:
         self._inputs[:, : tokens.shape[1]].index_copy_(0, lanes.slots, tokens)
         return self._rows(tokens)
 
+    def verify_rows(self, tokens: Tensor, rows: PackedRows) -> Tensor:
+        self._inputs[rows.slots, rows.index] = tokens
+        return self._rows(tokens)
+
     def commit(self, lanes: Lanes, taken: Tensor) -> None:
         consumed = self._inputs.index_select(0, lanes.slots).gather(1, (taken - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         before = self.last.index_select(0, lanes.slots)
@@ -59,6 +64,8 @@ class MarkovTarget:
 class MarkovDrafter:
     """Draws from its own table, beginning at the pending token."""
 
+    lag = 1
+
     def __init__(self, table: Tensor, *, slots: int) -> None:
         self.table = table
         rows = StateField(name="rows", kind=StateKind.ROW, shape=(), dtype="int64", source="absorbed pairs")
@@ -70,10 +77,31 @@ class MarkovDrafter:
             token = proposer.draw(depth, self.table[token.clamp(0, self.table.shape[0] - 1)])
 
     def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
+        """Nothing is kept but the count."""
+
+    def commit(self, lanes: Lanes, emitted: Tensor) -> None:
         self.store.write_row("rows", lanes.slots, (lanes.consumed + emitted - 1) * lanes.live)
 
     def faults(self, slots: Tensor) -> Tensor:
         return self.store.faults.index_select(0, slots)
+
+
+class ForecastingDrafter(MarkovDrafter):
+    """Forecasts each draft from the token before it. confidence: [V] or by depth [K, V], the forecast after each token."""
+
+    def __init__(self, table: Tensor, confidence: Tensor, *, slots: int) -> None:
+        super().__init__(table, slots=slots)
+        self.confidence = (
+            confidence.to(torch.float32).expand(HORIZON, -1) if confidence.dim() == 1 else confidence.float()
+        )
+
+    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> Tensor:
+        token, forecasts = lanes.pending, []
+        for depth in range(draft_tokens):
+            safe = token.clamp(0, self.table.shape[0] - 1)
+            forecasts.append(self.confidence[depth][safe])
+            token = proposer.draw(depth, self.table[safe])
+        return torch.stack(forecasts, dim=1)
 
 
 @frozen(kw_only=True, eq=False)
@@ -85,8 +113,16 @@ class MarkovModel:
     arena: Arena = field()
 
     @classmethod
-    def build(cls, target: Tensor, drafter: Tensor, *, slots: int = 4, extended: bool = True) -> MarkovModel:
-        """Both tables are [V, V] logits."""
+    def build(
+        cls,
+        target: Tensor,
+        drafter: Tensor,
+        *,
+        slots: int = 4,
+        extended: bool = True,
+        confidence: Tensor | None = None,
+    ) -> MarkovModel:
+        """Both tables are [V, V] logits. confidence: see ``ForecastingDrafter``; None for a drafter without forecasts."""
         arena = Arena(
             slots=slots,
             max_draft_tokens=HORIZON,
@@ -94,8 +130,14 @@ class MarkovModel:
             device=torch.device("cpu"),
             extended=extended,
             vocab_size=target.shape[1],
+            confidence_width=0 if confidence is None else HORIZON,
         )
-        return cls(target=MarkovTarget(target, slots=slots), drafter=MarkovDrafter(drafter, slots=slots), arena=arena)
+        own = (
+            MarkovDrafter(drafter, slots=slots)
+            if confidence is None
+            else ForecastingDrafter(drafter, confidence, slots=slots)
+        )
+        return cls(target=MarkovTarget(target, slots=slots), drafter=own, arena=arena)
 
     def admit(
         self,

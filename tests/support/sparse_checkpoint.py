@@ -6,7 +6,10 @@ CODES = {
     "bfloat16": "BF16",
     "float32": "F32",
     "uint8": "U8",
+    "int8": "I8",
+    "int32": "I32",
     "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
     "int64": "I64",
     "uint32": "U32",
 }

@@ -181,7 +181,7 @@ def test_training_sees_the_stored_values(exported):
 
 
 def test_mixing_matrices_are_doubly_stochastic(training_path):
-    from plugins.glm53.training.sinkhorn import plain
+    from training.sinkhorn import plain
 
     drawn = 3 * torch.randn(200, 4, 4, generator=torch.Generator().manual_seed(7))
     matrix = plain(drawn, 20, 1e-6)

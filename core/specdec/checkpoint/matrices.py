@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from specdec.checkpoint import csf, nvfp4
+from specdec.checkpoint import csf, microscaling, nvfp4
 from specdec.checkpoint.reader import Checkpoint
-from specdec.checkpoint.storages import BLOCK_128, BLOCK_MX, CODED_SCALE, PLAIN, storage_of
+from specdec.checkpoint.storages import BLOCK_128, CODED_SCALE, PLAIN, sibling_scale, storage_of
 from specdec.errors import CheckpointError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+#: Shorter names that some releases give the projections of an expert, in the same order.
+_SHORT = ("w1", "w3", "w2")
 
 
 def load_matrix(
@@ -40,11 +42,11 @@ def load_matrix(
         scale = checkpoint.load(f"{base}_scale_inv", mapped=True).float()
         rows = scale.repeat_interleave(BLOCK_128, dim=0)[: weight.shape[0]]
         return (weight.float() * rows.repeat_interleave(BLOCK_128, dim=1)[:, : weight.shape[1]]).to(dtype)
-    scale = checkpoint.load(f"{base}_scale", mapped=True)
     if storage == "fp8":
+        scale = checkpoint.load(f"{base}_scale", mapped=True)
         return (weight.float() * scale.float().reshape(())).to(dtype)
-    powers = scale.view(torch.float8_e8m0fnu).float()
-    return (weight.float().unflatten(-1, (-1, BLOCK_MX)) * powers.unsqueeze(-1)).flatten(-2).to(dtype)
+    decode = microscaling.dequantise_fp4 if storage == "mxfp4" else microscaling.dequantise_fp8
+    return decode(weight, _power_scale(checkpoint, base)).to(dtype)
 
 
 @frozen(kw_only=True, eq=False)
@@ -53,7 +55,8 @@ class ExpertProjection:
 
     ``storage`` ``"nvfp4"``: ``weight`` is packed uint8 ``[E, out, in/2]``, ``scale`` float8_e4m3fn ``[E, out, in/16]``,
     ``scale_2`` float32 ``[E]``; ``input_scale`` float32 ``[E]`` if activations are to be quantised too (W4A4), else None
-    (W4A16). ``storage`` ``"plain"``: ``weight`` is floating ``[E, out, in]`` and the rest is None.
+    (W4A16). ``storage`` ``"mxfp4"``: ``weight`` is packed uint8 ``[E, out, in/2]``, ``scale`` float8_e8m0fnu ``[E, out,
+    in/32]`` and the rest is None. ``storage`` ``"plain"``: ``weight`` is floating ``[E, out, in]`` and the rest is None.
     """
 
     storage: str
@@ -66,14 +69,24 @@ class ExpertProjection:
     def shape(self) -> tuple[int, int, int]:
         """(E, out, in) in values, however they are packed."""
         count, out, width = self.weight.shape
-        return count, out, width * 2 if self.storage == "nvfp4" else width
+        return count, out, width if self.storage == "plain" else width * 2
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``[E, out, in]`` as ``dtype``: NVFP4 decoded in float32, then rounded once. Plain storage of that dtype is
-        returned as it is, not copied."""
-        if self.scale is None or self.scale_2 is None:
-            return self.weight.to(dtype)
-        return nvfp4.dequantise(self.weight, self.scale, self.scale_2).to(dtype)
+        """Return ``[E, out, in]`` as ``dtype``: packed values decoded in float32, then rounded once. Plain storage of that
+        dtype is returned as it is, not copied."""
+        return decode_experts(self.weight, self.scale, self.scale_2).to(dtype)
+
+
+def decode_experts(weight: torch.Tensor, scale: torch.Tensor | None, scale_2: torch.Tensor | None) -> torch.Tensor:
+    """Return ``[n, out, in]`` of n experts' ``weight``, ``scale`` and ``scale_2`` as :class:`ExpertProjection` has them.
+
+    float32, or plain weights as they are, not copied. A tensor program: no synchronisation, does not change its inputs.
+    """
+    if scale is None:
+        return weight
+    if scale_2 is None:
+        return microscaling.dequantise_fp4(weight, scale)
+    return nvfp4.dequantise(weight, scale, scale_2)
 
 
 @frozen(kw_only=True, eq=False)
@@ -101,9 +114,10 @@ def load_experts(
 ) -> ExpertTensors:
     """Stack the experts stored under ``prefix`` (…``mlp.experts``) to ``[E, out, in]`` on the CPU.
 
-    Reads ``{prefix}.{e}.{projection}.weight`` for each expert, or the fused pair ``{prefix}.gate_up_proj [E, 2I, H]`` (gate
-    rows first) and ``{prefix}.down_proj [E, H, I]``. NVFP4 stays packed and plain floats keep their dtype; other formats
-    are decoded to ``decoded_dtype`` and become plain. Results are new tensors.
+    Reads ``{prefix}.{e}.{projection}.weight`` for each expert, where projections may also be called ``w1`` (gate), ``w3`` (up)
+    and ``w2`` (down), or the fused pair ``{prefix}.gate_up_proj [E, 2I, H]`` (gate rows first) and ``{prefix}.down_proj
+    [E, H, I]``. NVFP4 and MXFP4 stay packed and plain floats keep their dtype; other formats are decoded to ``decoded_dtype``
+    and become plain. Results are new tensors.
 
     Raises:
         CheckpointError: if an expert is missing, one is stored beyond ``num_experts``, two experts differ in shape, dtype
@@ -111,14 +125,16 @@ def load_experts(
     """
     if f"{prefix}.gate_up_proj" in checkpoint:
         return _fused_experts(checkpoint, prefix, num_experts, projections)
-    surplus = f"{prefix}.{num_experts}.{projections[0]}.weight"
+    short = f"{prefix}.0.{_SHORT[0]}.weight" in checkpoint
+    stored_as = {name: alias if short else name for name, alias in zip(PROJECTIONS, _SHORT, strict=True)}
+    surplus = f"{prefix}.{num_experts}.{stored_as[projections[0]]}.weight"
     if surplus in checkpoint:
         raise CheckpointError(
             f"{checkpoint.stored(surplus).path}: tensor {surplus} is beyond the {num_experts} experts config.json declares"
         )
     loaded = {}
     for projection in projections:
-        names = [f"{prefix}.{expert}.{projection}.weight" for expert in range(num_experts)]
+        names = [f"{prefix}.{expert}.{stored_as[projection]}.weight" for expert in range(num_experts)]
         loaded[projection] = _stack_projection(checkpoint, names, decoded_dtype)
     storages = {projection: item.storage for projection, item in loaded.items()}
     if len(set(storages.values())) > 1:
@@ -151,6 +167,11 @@ def _stack_projection(checkpoint: Checkpoint, names: list[str], decoded_dtype: t
             )
     if storage == "plain":
         return ExpertProjection(storage="plain", weight=_stack(checkpoint, names))
+    if storage == "mxfp4":
+        scales = [_power_scale(checkpoint, name) for name in names]
+        # the codes are the same bytes as int8 and as uint8
+        packed = _stack(checkpoint, names).view(torch.uint8)
+        return ExpertProjection(storage=storage, weight=packed, scale=torch.stack(scales))
     if storage != "nvfp4":
         decoded = torch.stack([load_matrix(checkpoint, name, decoded_dtype) for name in names])
         return ExpertProjection(storage="plain", weight=decoded)
@@ -163,6 +184,13 @@ def _stack_projection(checkpoint: Checkpoint, names: list[str], decoded_dtype: t
         # W4A4 needs the scale of every expert; with some absent the missing one is named.
         input_scale=_stack_scalars(checkpoint, inputs) if any(name in checkpoint for name in inputs) else None,
     )
+
+
+def _power_scale(checkpoint: Checkpoint, base: str) -> torch.Tensor:
+    """The power-of-two scales of the weight ``base``, float8_e8m0fnu, under either of their names."""
+    sibling = sibling_scale(base)
+    name = sibling if sibling in checkpoint else f"{base}_scale"
+    return checkpoint.load(name, mapped=True).view(torch.float8_e8m0fnu)
 
 
 def _block_scale(checkpoint: Checkpoint, base: str) -> torch.Tensor:

@@ -13,8 +13,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from specdec.checkpoint.matrices import PROJECTIONS, ExpertProjection, ExpertTensors
-from specdec.checkpoint.nvfp4 import dequantise, quantise_activation
+from specdec.checkpoint.matrices import PROJECTIONS, ExpertProjection, ExpertTensors, decode_experts
+from specdec.checkpoint.nvfp4 import quantise_activation
 from specdec.errors import CheckpointError
 from specdec.ops.moe import Activation, DenseMixture, GatheredMixture, Mixture, Route, SharedExpert
 from specdec.ops.norms import accumulate_dtype
@@ -33,12 +33,15 @@ def build_mixture(
     shared: SharedExpert,
     quantised_activations: bool,
     where: str,
+    quantise: Callable[[Tensor], Tensor] | None = None,
+    weigh_first: bool = False,
 ) -> Mixture:
     """The block of one layer. Preparation only: reads values and allocates.
 
     router: [E, H]; shared: its weights have the dtype and device that the block computes in. quantised_activations: whether
     stored input scales are honoured; gate and up, which read the same input, then use the larger of theirs. where: checkpoint
-    and prefix of the experts, for the error. Every rank of a sharded block would hand in its slice of the inner width.
+    and prefix of the experts, for the error. quantise: acts on what the routed experts' projections read where no input scale is
+    stored. weigh_first: see ``specdec.ops.moe``. Every rank of a sharded block would hand in its slice of the inner width.
     Raises CheckpointError if scales are to be honoured and only some projections have them.
     """
     dtype, device = shared.gate.dtype, shared.gate.device
@@ -63,12 +66,13 @@ def build_mixture(
             shared=shared,
             route=route,
             activation=activation,
-            quantise_input=None if scales is None else _quantiser(scales[0]),
-            quantise_inner=None if scales is None else _quantiser(scales[1]),
+            quantise_input=quantise if scales is None else _quantiser(scales[0]),
+            quantise_inner=quantise if scales is None else _quantiser(scales[1]),
+            weigh_first=weigh_first,
         )
     precise = accumulate_dtype(dtype)
     gate, up, down = (_GatheredProjection.load(experts[name], precise, device) for name in PROJECTIONS)
-    quantise_input = quantise_inner = None
+    quantise_input = quantise_inner = None if quantise is None else (lambda activation, ids: quantise(activation))
     if quantised_activations:
         quantise_input, quantise_inner = _input_quantiser(gate, up), _input_quantiser(down)
     return GatheredMixture(
@@ -79,6 +83,7 @@ def build_mixture(
         activation=activation,
         quantise_input=quantise_input,
         quantise_inner=quantise_inner,
+        weigh_first=weigh_first,
     )
 
 
@@ -107,11 +112,11 @@ class _GatheredProjection:
         """ids: [n] int64 → [n, out, in] in the accumulate dtype."""
         weight = self.stored.weight.index_select(0, ids)
         scale, scale_2 = self.stored.scale, self.stored.scale_2
-        if scale is None or scale_2 is None:
-            return weight.to(self.precise)
-        # float8 has no index kernel everywhere: gather the bytes
-        scale = scale.view(torch.uint8).index_select(0, ids).view(torch.float8_e4m3fn)
-        return dequantise(weight, scale, scale_2.index_select(0, ids)).to(self.precise)
+        if scale is not None:
+            # float8 has no index kernel everywhere: gather the bytes
+            scale = scale.view(torch.uint8).index_select(0, ids).view(scale.dtype)
+        scale_2 = None if scale_2 is None else scale_2.index_select(0, ids)
+        return decode_experts(weight, scale, scale_2).to(self.precise)
 
 
 def _common_scales(experts: ExpertTensors, device: torch.device) -> tuple[Tensor, Tensor] | None:

@@ -17,9 +17,8 @@ from functools import lru_cache
 import torch
 
 from specdec.checkpoint.storages import BLOCK_NVFP4 as BLOCK
+from specdec.ops.block_quantisation import E2M1_MAX, E4M3_MAX, round_e2m1
 
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Keeps the quotient of an all-zero block at 0 instead of NaN; far below any representable block scale.
 _SMALLEST_DIVISOR = 1e-30
@@ -45,22 +44,22 @@ def _codes_by_doubled_magnitude(device: torch.device) -> torch.Tensor:
     return torch.tensor([codes.get(index, 0) for index in range(13)], dtype=torch.uint8, device=device)
 
 
+def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Return the values of packed codes, uint8 ``[..., n/2]`` → float32 ``[..., n]``. A tensor program."""
+    return _pair_values(packed.device)[packed.int()].flatten(-2)
+
+
+def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Return the codes of E2M1 values ``[..., n]``, two a byte, uint8 ``[..., n/2]``. Zero has code 0, whatever its sign."""
+    codes = _codes_by_doubled_magnitude(values.device)[(values.abs() * 2).int()]
+    codes = codes | ((values < 0).to(torch.uint8) << 3)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
 def _divide(numerator: torch.Tensor, divisor: float) -> torch.Tensor:
     # A Python scalar divisor becomes a multiplication by its reciprocal on CUDA and a division on the CPU; a tensor
     # divisor is a division on both, so results agree bit for bit.
     return numerator / numerator.new_full((), divisor)
-
-
-def round_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest E2M1 value, ties to the even code, saturating at ±6; NaN stays NaN.
-
-    ``values``: any floating dtype and shape; the result has both. A tensor program: no synchronisation, allocates its
-    result, does not change its input.
-    """
-    magnitude = values.abs().clamp(max=E2M1_MAX)
-    # Neighbouring values lie 1/2 apart below 2, 1 apart below 4 and 2 apart above; dividing by a power of two is exact.
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)).to(values.dtype)
-    return torch.round(magnitude / step) * step * values.sign()
 
 
 def _quantise_blocks(values: torch.Tensor, scale_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +114,7 @@ def dequantise(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor)
         raise ValueError(
             f"dequantise: scale_2 {list(scale_2.shape)} is neither a scalar nor {list(packed.shape[:-2])}, one per matrix"
         )
-    values = _pair_values(packed.device)[packed.int()].flatten(-2).unflatten(-1, (-1, BLOCK))
+    values = unpack_e2m1(packed).unflatten(-1, (-1, BLOCK))
     outer = scale_2.float().reshape(()) if scale_2.numel() == 1 else scale_2.float()[..., None, None, None]
     return (values * scale.float().unsqueeze(-1) * outer).flatten(-2)
 
@@ -157,5 +156,4 @@ def quantise(
     values, scale = _quantise_blocks(weight.unflatten(-1, (-1, BLOCK)), scale_2[..., None, None])
     # A block whose scale rounds to zero represents zeros whatever its codes; store the plain zero code.
     values = torch.where(scale.float().unsqueeze(-1) == 0, 0.0, values).flatten(-2)
-    codes = _codes_by_doubled_magnitude(weight.device)[(values.abs() * 2).int()] | ((values < 0).to(torch.uint8) << 3)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scale, scale_2
+    return pack_e2m1(values), scale, scale_2

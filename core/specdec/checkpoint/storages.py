@@ -2,7 +2,7 @@
 
 The format is recognised by the stored dtype and by the companion tensors beside the weight, never by a table of names, so
 releases of one model that differ in storage load through the same call. For a weight ``X.weight`` the companions are
-``X.weight_scale``, ``X.weight_scale_2`` and ``X.weight_scale_inv``:
+``X.weight_scale``, ``X.weight_scale_2`` and ``X.weight_scale_inv``, or alone beside it ``X.scale``:
 
 ========  =====================  ========================================  ===========================================
 format    stored                 companions                                value
@@ -13,6 +13,9 @@ NVFP4     uint8 [o, i/2]         the two streams of a coded scale, scale_2  see 
 FP8       e4m3 [...]             scale, one float element                  e4m3 · scale
 FP8-128   e4m3 [o, i]            scale_inv float [o/128, i/128] (ceiling)   e4m3 · scale_inv of its 128 x 128 block
 MXFP8     e4m3 [..., o, i]       scale E8M0 (uint8) [..., o, i/32]          e4m3 · 2^(scale - 127)
+MXFP8     e4m3 [..., o, i]       X.scale E8M0 (uint8) [..., o, i/32]        e4m3 · 2^(scale - 127)
+FP8-32    e4m3 [o, i]            X.scale E8M0 (uint8) [o/32, i/32], ceiling e4m3 · 2^(scale - 127) of its 32 x 32 block
+MXFP4     uint8, int8 [..., i/2] X.scale E8M0 (uint8) [..., o, i/32]        e2m1 · 2^(scale - 127)
 ========  =====================  ========================================  ===========================================
 
 Imports no torch; :mod:`specdec.checkpoint.matrices` reads the values.
@@ -38,25 +41,30 @@ __all__ = [
     "coded_scale_shape",
     "holds_values_of",
     "is_companion",
+    "sibling_scale",
     "storage_of",
 ]
 
 #: Dtypes of unquantised weights.
 PLAIN = ("float64", "float32", "bfloat16", "float16")
-#: Values that share one scale: of a row in NVFP4 and MXFP8, rows and columns of a square in FP8-128.
+#: Values that share one scale: of a row in NVFP4, MXFP8 and MXFP4, rows and columns of a square in FP8-128 and FP8-32.
 BLOCK_NVFP4, BLOCK_MX, BLOCK_128 = 16, 32, 128
 #: Companion suffixes of the two streams of a coded block scale, which take the place of ``scale``.
 CODED_SCALE = ("scale.nvfp4_csf_fixed", "scale.nvfp4_csf_exceptions")
 _COMPANIONS = ("scale", "scale_2", "scale_inv", *CODED_SCALE)
 _SCALES = ("float32", "bfloat16", "float16")
+_POWERS = ("float8_e8m0fnu", "uint8")
+# Two values a byte; which of the two dtypes says nothing.
+_PACKED = ("uint8", "int8")
 _KNOWN = (
     "plain float; uint8 with scale, plain or coded, and scale_2 (NVFP4); "
-    "float8_e4m3fn with scale (FP8, MXFP8) or scale_inv (FP8-128)"
+    "float8_e4m3fn with scale (FP8, MXFP8) or scale_inv (FP8-128); beside X.weight a power-of-two X.scale, "
+    "for float8_e4m3fn (MXFP8, FP8-32) or packed uint8 or int8 (MXFP4)"
 )
 
 
 def storage_of(checkpoint: Checkpoint, name: str, *, companions: str | None = None) -> str:
-    """Return the storage format of a weight: ``plain``, ``nvfp4``, ``fp8``, ``fp8_128`` or ``mxfp8``.
+    """Return the storage format of a weight: ``plain``, ``nvfp4``, ``fp8``, ``fp8_128``, ``fp8_32``, ``mxfp8`` or ``mxfp4``.
 
     ``companions`` is the name the companion suffixes attach to, if not ``name`` itself (shards of one table share a scale).
     Reads headers only.
@@ -71,6 +79,13 @@ def storage_of(checkpoint: Checkpoint, name: str, *, companions: str | None = No
     }
     shape, scale, inverse = weight.shape, beside.get("scale"), beside.get("scale_inv")
     kind = (weight.dtype, *beside)
+    sibling = sibling_scale(base)
+    if sibling in checkpoint:
+        found = None if beside else _beside_a_sibling(weight, checkpoint.stored(sibling))
+        if found is not None:
+            return found
+        beside[sibling] = checkpoint.stored(sibling)
+        kind = (weight.dtype, *beside)
     matrix = len(shape) >= 2
     if len(kind) == 1 and weight.dtype in PLAIN:
         return "plain"
@@ -87,17 +102,36 @@ def storage_of(checkpoint: Checkpoint, name: str, *, companions: str | None = No
         if scale.dtype in _SCALES and scale.shape in ((), (1,)):
             return "fp8"
         whole = matrix and shape[-1] % BLOCK_MX == 0
-        if whole and scale.dtype in ("uint8", "float8_e8m0fnu") and scale.shape == (*shape[:-1], shape[-1] // BLOCK_MX):
+        if whole and scale.dtype in _POWERS and scale.shape == (*shape[:-1], shape[-1] // BLOCK_MX):
             return "mxfp8"
     if kind == ("float8_e4m3fn", "scale_inv") and inverse is not None and len(shape) == 2:
         blocks = tuple(-(-extent // BLOCK_128) for extent in shape)
         if inverse.dtype in _SCALES and inverse.shape == blocks:
             return "fp8_128"
-    found = ", ".join(f"{base}_{key} {item.dtype} {list(item.shape)}" for key, item in beside.items()) or "none"
+    listed = ", ".join(
+        f"{key if key == sibling else f'{base}_{key}'} {item.dtype} {list(item.shape)}" for key, item in beside.items()
+    )
     raise CheckpointError(
-        f"{weight.path}: tensor {name}: no known storage is {weight.dtype} {list(shape)} with companions: {found}; "
+        f"{weight.path}: tensor {name}: no known storage is {weight.dtype} {list(shape)} with companions: {listed or 'none'}; "
         f"known: {_KNOWN}"
     )
+
+
+def sibling_scale(name: str) -> str:
+    """Return ``X.scale`` for the name ``X.weight``, and nothing for any other name."""
+    return name.removesuffix("weight") + "scale" if name.endswith(".weight") else ""
+
+
+def _beside_a_sibling(weight: StoredTensor, scale: StoredTensor) -> str | None:
+    """The format of a weight whose only companion is ``X.scale``."""
+    shape, packed = weight.shape, weight.dtype in _PACKED
+    if len(shape) < 2 or scale.dtype not in _POWERS or not (packed or weight.dtype == "float8_e4m3fn"):
+        return None
+    width = shape[-1] * 2 if packed else shape[-1]
+    if width % BLOCK_MX == 0 and scale.shape == (*shape[:-1], width // BLOCK_MX):
+        return "mxfp4" if packed else "mxfp8"
+    blocks = tuple(-(-extent // BLOCK_MX) for extent in shape)
+    return "fp8_32" if not packed and len(shape) == 2 and scale.shape == blocks else None
 
 
 def coded_scale_shape(rows: int, columns: int) -> tuple[int, int] | None:
@@ -134,11 +168,14 @@ def holds_values_of(checkpoint: Checkpoint, spec: TensorSpec) -> bool:
     except CheckpointError:
         return False
     shape = checkpoint.stored(spec.name).shape
-    return spec.shape == ((*shape[:-1], shape[-1] * 2) if storage == "nvfp4" else shape)
+    return spec.shape == ((*shape[:-1], shape[-1] * 2) if storage in ("nvfp4", "mxfp4") else shape)
 
 
 def is_companion(checkpoint: Checkpoint, name: str, inventory: TensorInventory) -> bool:
     """Whether ``name`` is a scale of a declared float weight that is stored quantised. Reads headers only."""
+    if name.endswith(".scale"):
+        spec = inventory.lookup(name.removesuffix("scale") + "weight")
+        return spec is not None and holds_values_of(checkpoint, spec)
     for suffix in _COMPANIONS:
         weight = name.removesuffix(f"_{suffix}")
         if weight != name:

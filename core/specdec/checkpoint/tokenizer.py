@@ -57,6 +57,10 @@ class Tokenizer:
         """Return the id of a token by its own spelling (special tokens), or None."""
         return self._tokenizer.token_to_id(token)
 
+    def token(self, token_id: int) -> str | None:
+        """Return a token's own spelling in the vocabulary, or None for an id without one."""
+        return self._tokenizer.id_to_token(token_id)
+
     def stream(self, *, skip_special_tokens: bool = True) -> "TextStream":
         """Return a new incremental decoder."""
         return TextStream(self, skip_special_tokens=skip_special_tokens)

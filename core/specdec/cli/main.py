@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plugins": ("specdec.cli.plugins", "list installed plugins and why one is not loaded"),
     "run": ("specdec.cli.run", "generate text speculatively and say what it gained"),
     "demo": ("specdec.cli.demo", "generate with and without drafts and compare both"),
+    "calibrate": ("specdec.cli.calibrate", "fit a drafter's acceptance forecasts to what happens"),
     "inspect": ("specdec.cli.inspect", "compare a checkpoint folder with a recipe, without reading weights"),
 }
 

@@ -2,7 +2,7 @@
 
 Row i pairs the feedback h[i] with token x[i + 1] at position i; N consumed tokens make N − 1 rows of history. A proposal
 begins with row N − 1, saved feedback and pending token, and goes on with the layer's own output. Rows of a proposal never
-survive a round: after verification ``absorb`` rewrites their positions from real feedback.
+survive a round: after verification ``absorb`` rewrites their positions from real feedback, and ``commit`` counts them.
 
 ``RecursiveDrafter`` keeps that account for any model. The model supplies the plan of rows, one step, and the writing of
 absorbed rows. Its draft state is one grouped context (``specdec.ops.grouped_rows``) and the row count:
@@ -29,6 +29,9 @@ Plan = TypeVar("Plan", bound=RowPlan)
 
 class RecursiveDrafter(ABC, Generic[Plan]):
     """History accounting of a recursive drafter; the methods below the line are the core's ``Drafter`` protocol."""
+
+    #: Row i needs token i + 1.
+    lag = 1
 
     def __init__(self, target: Target, layout: StateLayout, capacities: Capacities, *, group_tokens: int) -> None:
         """Allocates draft state on the target's device. target: whose feedback is read; group_tokens: tokens of a key group."""
@@ -82,7 +85,7 @@ class RecursiveDrafter(ABC, Generic[Plan]):
         self.absorb_rows(feedback, tokens, self.plan(slot, positions))
         self._set_history(slot, positions[:, -1], torch.ones_like(slot))
 
-    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> None:
+    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> Tensor | None:
         """See ``Drafter.propose``. Proposal rows are a rejected tail of the interval that starts at row N−1."""
         slots = lanes.slots
         first = lanes.consumed - 1
@@ -94,22 +97,26 @@ class RecursiveDrafter(ABC, Generic[Plan]):
         for depth, row in zip(range(draft_tokens), plan.steps()):
             feedback, logits = self.step(feedback, token, row)
             token = proposer.draw(depth, logits)
+        return None
 
     def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
         """See ``Drafter.absorb``."""
-        slots, rows = lanes.slots, tokens.shape[1] - 1
-        absorbed = (emitted - 1).clamp(min=0)
+        rows = tokens.shape[1] - 1
         if rows:
             steps = self._steps[:rows]
-            valid = steps < absorbed.unsqueeze(1)
-            plan = self.plan(slots, lanes.consumed.unsqueeze(1) + steps, valid)
-            feedback = self.target.feedback_rows(slots, rows).flatten(0, 1)
+            valid = steps < (emitted - 1).unsqueeze(1)
+            plan = self.plan(lanes.slots, lanes.consumed.unsqueeze(1) + steps, valid)
+            feedback = self.target.feedback_rows(lanes.slots, rows).flatten(0, 1)
             self.absorb_rows(feedback, tokens[:, :rows].clamp(min=0).reshape(-1), plan)
-        # with one emitted token nothing is absorbed and the interval that began at row N−1 stays the last one
-        self._set_history(slots, lanes.consumed - (absorbed == 0).to(torch.int64), absorbed.clamp(min=1))
 
-    def snapshot(self, slots: Tensor) -> dict[str, Tensor]:
-        """See ``Drafter.snapshot``."""
+    def commit(self, lanes: Lanes, emitted: Tensor) -> None:
+        """See ``Drafter.commit``."""
+        absorbed = (emitted - 1).clamp(min=0)
+        # with one emitted token nothing is absorbed and the interval that began at row N−1 stays the last one
+        self._set_history(lanes.slots, lanes.consumed - (absorbed == 0).to(torch.int64), absorbed.clamp(min=1))
+
+    def snapshot(self, slots: Tensor, taken: Tensor | None = None) -> dict[str, Tensor]:
+        """See ``Drafter.snapshot``. Rows are addressed by position and tag, so ``restore`` finds any earlier length in it."""
         return self.store.state_after(slots, torch.zeros_like(slots))
 
     def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:

@@ -13,7 +13,8 @@ Two forms of the same sum, chosen once at preparation and used at every width:
 * *gathered*: the selected experts' weights are gathered per row and, if stored packed, dequantised after the gather.
 
 Activation quantisation (W4A4) is a property of the expert weights handed in: ``quantise`` maps a projection's input to its
-quantised-dequantised value, or is None (W4A16, plain weights).
+quantised-dequantised value, or is None (W4A16, plain weights). Down projections are linear, so w_e may multiply their result or
+what they read; the two differ in rounding only, and ``weigh_first`` is the latter.
 """
 
 from __future__ import annotations
@@ -75,12 +76,17 @@ def route_biased(scores: Tensor, bias: Tensor, *, top_k: int, scale: float) -> t
 @frozen(kw_only=True, eq=False)
 class SharedExpert:
     """The expert every row visits. gate, up: [Is, H]; down: [H, Is]; gate_weight: [1, H], or None for a factor of one; all in
-    the activation dtype."""
+    the activation dtype. quantise: acts on what gate, up and down read, or is None."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
     gate_weight: Tensor | None = None
+    quantise: Callable[[Tensor], Tensor] | None = None
+
+    def read(self, x: Tensor) -> Tensor:
+        """What a projection reads of x."""
+        return x if self.quantise is None else self.quantise(x)
 
 
 @frozen(kw_only=True, eq=False)
@@ -90,7 +96,7 @@ class DenseMixture:
     router: [E, H], or [E + 1, H] with the shared expert's gate as its last row; its product is computed in its own dtype;
     gate_up: [2·(E·I + Is), H], rows gates, ups of the routed experts, then gates, ups of the shared one; down: [H, E·I + Is].
     quantise_input: [T, H] → [T, H] and quantise_inner: [T, E, I] → [T, E, I] act on what the routed experts read (W4A4), or
-    are None. Build with ``from_experts`` at preparation.
+    are None. weigh_first: weigh before ``quantise_inner``, not after. Build with ``from_experts`` at preparation.
     """
 
     router: Tensor
@@ -102,6 +108,8 @@ class DenseMixture:
     activation: Activation
     quantise_input: Callable[[Tensor], Tensor] | None = None
     quantise_inner: Callable[[Tensor], Tensor] | None = None
+    quantise_shared: Callable[[Tensor], Tensor] | None = None
+    weigh_first: bool = False
 
     @classmethod
     def from_experts(
@@ -116,6 +124,7 @@ class DenseMixture:
         activation: Activation,
         quantise_input: Callable[[Tensor], Tensor] | None = None,
         quantise_inner: Callable[[Tensor], Tensor] | None = None,
+        weigh_first: bool = False,
     ) -> DenseMixture:
         """router: [E, H]; gate, up: [E, I, H]; down: [E, H, I]. Allocates the merged matrices."""
         experts, width, hidden = gate.shape
@@ -131,6 +140,8 @@ class DenseMixture:
             activation=activation,
             quantise_input=quantise_input,
             quantise_inner=quantise_inner,
+            quantise_shared=shared.quantise,
+            weigh_first=weigh_first,
         )
 
     def __call__(self, m: Tensor) -> Tensor:
@@ -140,20 +151,26 @@ class DenseMixture:
         ids, weights = self.route(logits[:, :experts])
         table = torch.zeros_like(logits[:, :experts], dtype=weights.dtype).scatter(1, ids, weights)
         table = table.to(m.dtype).unsqueeze(-1)
-        if self.quantise_input is None:
-            hidden = F.linear(m, self.gate_up)
+        if self.quantise_input is self.quantise_shared:
+            hidden = F.linear(m if self.quantise_input is None else self.quantise_input(m), self.gate_up)
             read, side = hidden[:, : 2 * routed], hidden[:, 2 * routed :]
         else:
-            read = F.linear(self.quantise_input(m), self.gate_up[: 2 * routed])
-            side = F.linear(m, self.gate_up[2 * routed :])
+            read = F.linear(m if self.quantise_input is None else self.quantise_input(m), self.gate_up[: 2 * routed])
+            side = F.linear(m if self.quantise_shared is None else self.quantise_shared(m), self.gate_up[2 * routed :])
         inner = self.activation(read[:, :routed], read[:, routed:]).view(-1, experts, self.width)
+        if self.weigh_first:
+            inner = inner * table
         if self.quantise_inner is not None:
             inner = self.quantise_inner(inner)
+        if not self.weigh_first:
+            inner = inner * table
         gate, up = side.chunk(2, dim=-1)
         shared = self.activation(gate, up)
+        if self.quantise_shared is not None:
+            shared = self.quantise_shared(shared)
         if logits.shape[1] > experts:
             shared = shared * torch.sigmoid(logits[:, experts:]).to(m.dtype)
-        weighted = torch.cat([(inner * table).flatten(1), shared], dim=-1)
+        weighted = torch.cat([inner.flatten(1), shared], dim=-1)
         return F.linear(weighted, self.down)
 
 
@@ -162,7 +179,8 @@ class GatheredMixture:
     """Selected experts only.
 
     router: [E, H], its product is computed in its own dtype; fetch(ids [n] int64) → gate [n, I, H], up [n, I, H],
-    down [n, H, I] in the accumulate dtype; quantise_input / quantise_inner: (activation [n, ·], ids [n]) → activation, or None.
+    down [n, H, I] in the accumulate dtype; quantise_input / quantise_inner: (activation [n, ·], ids [n]) → activation, or None;
+    weigh_first: weigh what the down projections read, before ``quantise_inner``.
     """
 
     router: Tensor
@@ -172,6 +190,7 @@ class GatheredMixture:
     activation: Activation
     quantise_input: Quantise | None = None
     quantise_inner: Quantise | None = None
+    weigh_first: bool = False
 
     def __call__(self, m: Tensor) -> Tensor:
         """m: [T, H] → [T, H] in the same dtype. Does not change m; experts accumulate in float32 or wider."""
@@ -185,12 +204,17 @@ class GatheredMixture:
             x = self.quantise_input(x, flat)
         x = x.unsqueeze(-1)
         inner = self.activation(torch.bmm(gate, x), torch.bmm(up, x)).squeeze(-1)
+        if self.weigh_first:
+            inner = inner * weights.view(-1, 1)
         if self.quantise_inner is not None:
             inner = self.quantise_inner(inner, flat)
         routed = torch.bmm(down, inner.unsqueeze(-1)).view(rows, top_k, hidden)
-        routed = (routed * weights.unsqueeze(-1)).sum(1).to(m.dtype)
+        if not self.weigh_first:
+            routed = routed * weights.unsqueeze(-1)
+        routed = routed.sum(1).to(m.dtype)
         shared = self.shared
-        side = F.linear(self.activation(F.linear(m, shared.gate), F.linear(m, shared.up)), shared.down)
+        x = shared.read(m)
+        side = F.linear(shared.read(self.activation(F.linear(x, shared.gate), F.linear(x, shared.up))), shared.down)
         if shared.gate_weight is not None:
             side = torch.sigmoid(F.linear(m, shared.gate_weight)) * side
         return routed + side

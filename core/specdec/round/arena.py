@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.round.completion import METADATA_FIELDS
+from specdec.round.forecasts import ForecastFrames
 from specdec.sampling.logprobs import LogprobColumn, LogprobFrames
 from specdec.state.requests import RequestTable
 
@@ -14,7 +15,8 @@ class Arena:
     """Buffers shared by all round shapes of one loaded model. Allocation happens at preparation only.
 
     frames: [2 · (R + 1), 16 + W_max] int64, see ``completion``. extended: also hold what penalties, logit bias, minimum length
-    and log-probabilities need, over ``vocab_size`` ids; ``logprobs`` is None without. ``scratch`` returns a view of storage that
+    and log-probabilities need, over ``vocab_size`` ids; ``logprobs`` is None without. confidence_width: forecasts per lane that
+    rounds publish; ``forecasts`` is None for 0. ``scratch`` returns a view of storage that
     rounds of the same model reuse: whatever must survive the round belongs to a state store, a frame or the request table.
     """
 
@@ -27,6 +29,7 @@ class Arena:
         device: torch.device,
         extended: bool = False,
         vocab_size: int = 0,
+        confidence_width: int = 0,
     ) -> None:
         if extended and vocab_size < 1:
             raise ValueError("an arena with extended sampling options needs the vocabulary size")
@@ -40,6 +43,9 @@ class Arena:
             LogprobFrames(slots=slots, width=max_draft_tokens + 1, vocab_size=vocab_size, device=device)
             if extended
             else None
+        )
+        self.forecasts = (
+            ForecastFrames(slots=slots, width=confidence_width, device=device) if confidence_width else None
         )
         self.frames = torch.full(
             (2 * (slots + 1), METADATA_FIELDS + max_draft_tokens + 1), -1, dtype=torch.int64, device=device
@@ -76,3 +82,10 @@ class Arena:
         if self.logprobs is None:
             raise ValueError("log-probabilities need an arena with extended=True")
         return self.logprobs.read(frame, slots)
+
+    def read_forecasts(self, frame: int, slots: list[int]) -> list[list[float]]:
+        """Forecasts [K] that a round left beside the records of a frame. As ``read_frame``. Raises ValueError if the arena holds
+        none."""
+        if self.forecasts is None:
+            raise ValueError("forecasts need an arena with confidence_width above 0")
+        return self.forecasts.read(frame, slots)

@@ -1,9 +1,9 @@
 """A target whose prompts, decoding and verification are one function of rows.
 
 A prompt chunk commits as it goes; a verification writes candidates only, and ``commit`` selects among them. ``RowTarget``
-keeps that account for any model that has a grouped context (``specdec.ops.grouped_rows``) and candidate columns for what a
-consumed row leaves behind: ``feedback``, and the vocabulary head's input where that is another vector. The model supplies the
-function of rows; one whose recurrent state is not kept in columns extends ``commit`` and ``snapshot``.
+keeps that account for any model that has candidate columns for what a consumed row leaves behind: the feedback, and the
+vocabulary head's input where that is another vector. It knows grouped contexts (``specdec.ops.grouped_rows``). The model supplies
+the function of rows; one whose recurrent state is not kept in columns extends ``commit`` and ``snapshot``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,26 @@ from specdec.state.store import StateStore
 class RowTarget(ABC):
     """State and accounts of a target; the methods below the line are the core's ``Target`` protocol.
 
-    vocab_size: V. head: vocabulary projection [V, H] in the activation dtype. tokens: positions that a call may attend to, whole
-    pages. width: rows of the last verification.
+    vocab_size: V. head: vocabulary projection [V, H], in the dtype of the logits. tokens: positions that a call may attend
+    to, whole pages. width: rows of the last verification.
     """
 
     vocab_size: int
     head: Tensor
+    #: Column field of the feedback.
+    feedback_field = "feedback"
     #: Column field of the head's input; a model whose feedback is that vector says so.
     sampling_field = "sampling_vector"
 
-    def __init__(self, layout: StateLayout, capacities: Capacities, device: torch.device, *, group_tokens: int) -> None:
-        """Allocates the state. group_tokens: tokens of a key group."""
+    def __init__(
+        self,
+        layout: StateLayout,
+        capacities: Capacities,
+        device: torch.device,
+        *,
+        group_tokens: int | None = None,
+    ) -> None:
+        """Allocates the state. group_tokens: tokens of a key group whose raw rows wait in a ring; None for a context without."""
         self.store = StateStore(
             layout, slots=capacities.slots, pages=capacities.pages, context=capacities.context, device=device
         )
@@ -56,9 +65,13 @@ class RowTarget(ABC):
 
     def _keep_last(self, slots: Tensor, feedback: Tensor, vectors: Tensor) -> None:
         """Writes candidate columns. feedback: [B, T, D]; vectors: [B, T, H]."""
-        self.store.write_columns("feedback", 0, slots, feedback)
-        if self.sampling_field != "feedback":
+        self.store.write_columns(self.feedback_field, 0, slots, feedback)
+        if self.sampling_field != self.feedback_field:
             self.store.write_columns(self.sampling_field, 0, slots, vectors)
+
+    def _logits(self, vectors: Tensor) -> Tensor:
+        """vectors: [..., H] → [..., V] in the dtype of the head."""
+        return F.linear(vectors.to(self.head.dtype), self.head)
 
     # --- Target protocol -------------------------------------------------------------------------------------------
 
@@ -83,12 +96,12 @@ class RowTarget(ABC):
             raise ValueError(
                 f"rows {first} to {first + rows - 1} of a prompt chunk of {kept}; rows 0 to {kept - 1} are there"
             )
-        return F.linear(self._chunk[first : first + rows], self.head)
+        return self._logits(self._chunk[first : first + rows])
 
     def first_logits(self, slots: Tensor) -> Tensor:
         """See ``Target.first_logits``."""
         column = self.store.column_index(slots, self.sampling_field)
-        return F.linear(self.store.read_column(self.sampling_field, 0, column), self.head)
+        return self._logits(self.store.read_column(self.sampling_field, 0, column))
 
     def verify(self, tokens: Tensor, lanes: Lanes) -> Tensor:
         """See ``Target.verify``."""
@@ -97,7 +110,7 @@ class RowTarget(ABC):
         positions = lanes.consumed.unsqueeze(1) + self._steps[:width]
         feedback, vectors = self.run_rows(tokens, lanes.slots, positions, prompt=False)
         self._keep_last(lanes.slots, feedback.view(batch, width, -1), vectors.view(batch, width, -1))
-        return F.linear(vectors, self.head).view(batch, width, -1)
+        return self._logits(vectors).view(batch, width, -1)
 
     def commit(self, lanes: Lanes, taken: Tensor) -> None:
         """See ``Target.commit``."""
@@ -110,15 +123,18 @@ class RowTarget(ABC):
     def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
         """See ``Target.restore``."""
         self._chunk = None
-        self.store.restore(slot, {**state, **open_group_state(state, consumed, self._group_tokens)})
+        if self._group_tokens is not None:
+            state = {**state, **open_group_state(state, consumed, self._group_tokens)}
+        self.store.restore(slot, state)
 
     def feedback(self, slots: Tensor) -> Tensor:
         """See ``Target.feedback``."""
-        return self.store.read_column("feedback", 0, self.store.column_index(slots, "feedback"))
+        name = self.feedback_field
+        return self.store.read_column(name, 0, self.store.column_index(slots, name))
 
     def feedback_rows(self, slots: Tensor, rows: int) -> Tensor:
         """See ``Target.feedback_rows``."""
-        return self.store["feedback"][0][:, :rows].index_select(0, slots)
+        return self.store[self.feedback_field][0][:, :rows].index_select(0, slots)
 
     def faults(self, slots: Tensor) -> Tensor:
         """See ``Target.faults``."""

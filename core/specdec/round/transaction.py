@@ -68,6 +68,7 @@ class _Settlement:
         tokens: Tensor,
         accepted: Tensor,
         offered: Tensor,
+        verified: Tensor,
         emitted: Tensor,
         consumed: Tensor,
         finish: Tensor,
@@ -95,7 +96,7 @@ class _Settlement:
                 rows[:, PENDING],
                 emitted,
                 offered * live,
-                offered * live,
+                verified * live,
                 accepted * live,
                 zero,
                 draft_rows * live,
@@ -106,9 +107,9 @@ class _Settlement:
         )
         shown = torch.where(self.columns < emitted.unsqueeze(1), tokens, -1)
         record = torch.cat([metadata, shown, self.padding], dim=1)
-        self.arena.frames.index_copy_(0, self._frame_rows(lanes), record)
+        self.arena.frames.index_copy_(0, self.frame_rows(lanes), record)
 
-    def _frame_rows(self, lanes: Lanes) -> Tensor:
+    def frame_rows(self, lanes: Lanes) -> Tensor:
         """Row of each lane in the transfer frame of this round, [B] int64."""
         return self.staging.frame * (self.arena.slots + 1) + lanes.requested
 
@@ -120,11 +121,14 @@ class _Settlement:
         options, logprobs = self.arena.requests.options, self.arena.logprobs
         assert options is not None and logprobs is not None
         options.commit(lanes.slots, tokens, emitted)
-        logprobs.write(self._frame_rows(lanes), logits, tokens)
+        logprobs.write(self.frame_rows(lanes), logits, tokens)
 
 
 class ChainRound:
-    """The ordinary chain round of one shape: K learned drafts, W = K + 1 verified inputs, eager or captured alike."""
+    """The ordinary chain round of one shape: K learned drafts, W = K + 1 verified inputs, eager or captured alike.
+
+    ``proposer`` and ``verify`` are where another kind of round differs; see ``specdec.round.allocated``.
+    """
 
     def __init__(
         self, *, target: Target, drafter: Drafter | None, shape: RoundShape, arena: Arena, max_draft_tokens: int
@@ -172,40 +176,39 @@ class ChainRound:
         target_u, draft_u = round_uniforms(lanes.integers[:, SEED], lanes.consumed, self.max_draft_tokens)
 
         # 1 draft
+        forecasts = None
         if drafter is not None:
-            proposer = ChainProposer(
-                params=params,
-                uniforms=draft_u,
-                tokens=self.draft_tokens,
-                probs=self.draft_probs,
-                vocab_size=target.vocab_size,
-            )
-            drafter.propose(lanes, drafts, proposer)
+            forecasts = drafter.propose(lanes, drafts, self.proposer(lanes, draft_u))
+
+        # a lane's drafts count only up to its ceiling and to what its budget can still emit
+        remaining = lanes.integers[:, BUDGET] - lanes.integers[:, GENERATED]
+        offered = torch.minimum(self.staging.ceilings, remaining - 1).clamp(min=0, max=drafts)
 
         # 3 verify (2, copied drafts, has nothing to replace in this round); an id that is no token will be rejected, but nothing
         # can be embedded for it
         inputs = self.draft_tokens.clamp(0, target.vocab_size - 1)
-        logits = target.verify(torch.cat([lanes.pending.unsqueeze(1), inputs], dim=1), lanes)
+        block = torch.cat([lanes.pending.unsqueeze(1), inputs], dim=1)
+        logits, verified = self.verify(lanes, block, offered, forecasts)
 
         # 4 law; drafts were drawn without penalties, from the law that was kept for them, which leaves the emitted law exact
         shaped = self.arena.requests.shaped(lanes, logits, inputs) if extended else logits
         target_probs = law(shaped, params, target.vocab_size)[..., : target.vocab_size]
 
-        # 5 accept: a lane's drafts count only up to its ceiling and to what its budget can still emit
-        remaining = lanes.integers[:, BUDGET] - lanes.integers[:, GENERATED]
-        offered = torch.minimum(self.staging.ceilings, remaining - 1).clamp(min=0, max=drafts)
+        # 5 accept
         outcome = resolve_empty(
-            chain_verify(self.draft_tokens, self.draft_probs, target_probs, target_u, offered), self.draft_tokens
+            chain_verify(self.draft_tokens, self.draft_probs, target_probs, target_u, verified), self.draft_tokens
         )
 
         # 6 clip
         emitted, finish = settlement.clip(lanes, outcome.tokens, outcome.accepted)
 
-        # 7 commit
+        # 7 commit; snapshots fall between absorption and selection, where the state after any number of inputs can be read
         if drafter is not None:
             drafter.absorb(lanes, outcome.tokens, emitted)
         if boundary:
             self.boundary_state = self._at_boundary(lanes, emitted)
+        if drafter is not None:
+            drafter.commit(lanes, emitted)
         target.commit(lanes, emitted)
         if extended:
             settlement.extend(lanes, logits, outcome.tokens, emitted)
@@ -218,10 +221,28 @@ class ChainRound:
             tokens=outcome.tokens,
             accepted=outcome.accepted,
             offered=offered,
+            verified=verified,
             emitted=emitted,
             consumed=emitted,
             finish=finish,
         )
+
+    def proposer(self, lanes: Lanes, uniforms: Tensor) -> ChainProposer:
+        """What the drafter draws through. uniforms: [B, K_max + 2] float32, the round's draft words."""
+        return ChainProposer(
+            params=lanes.law,
+            uniforms=uniforms,
+            tokens=self.draft_tokens,
+            probs=self.draft_probs,
+            vocab_size=self.target.vocab_size,
+        )
+
+    def verify(self, lanes: Lanes, block: Tensor, offered: Tensor, forecasts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Target logits [B, W, V] of pending token and drafts, and how many drafts of each lane they judge, [B] int64.
+
+        block: [B, W] int64; offered: [B] int64, most drafts that each lane may use; forecasts: see ``Drafter.propose``.
+        """
+        return self.target.verify(block, lanes), offered
 
     @property
     def _stores(self) -> list[StateStore]:
@@ -230,10 +251,10 @@ class ChainRound:
     def _at_boundary(self, lanes: Lanes, emitted: Tensor) -> dict[str, Mapping[str, Tensor]]:
         """State at the next page boundary of each lane; meaningless for lanes whose emission does not reach it."""
         page = self.target.store.layout.page_tokens
-        until = page - lanes.consumed % page
-        found = {"target": self.target.snapshot(lanes.slots, torch.minimum(until, emitted))}
+        taken = torch.minimum(page - lanes.consumed % page, emitted)
+        found = {"target": self.target.snapshot(lanes.slots, taken)}
         if self.drafter is not None:
-            found["drafter"] = self.drafter.snapshot(lanes.slots)
+            found["drafter"] = self.drafter.snapshot(lanes.slots, taken)
         return found
 
 
@@ -273,6 +294,7 @@ class FirstToken:
             tokens=tokens,
             accepted=nothing,
             offered=nothing,
+            verified=nothing,
             emitted=emitted,
             consumed=nothing,
             finish=finish,

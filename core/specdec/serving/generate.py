@@ -322,14 +322,16 @@ class Generator:
             if self._publishes:
                 end = min(end, (start // self._page + 1) * self._page)
             chunk = tokens[start:end]
-            # read before the chunk overwrites it: the row before the chunk pairs with the chunk's first token
+            # read before the chunk overwrites it: with lag 1 the row before the chunk pairs with the chunk's first token
             tail = model.target.feedback(where)
             feedback = model.target.prefill(chunk, where, start)
             if scores is not None:
                 # before the drafter runs, whose scratch may be where the chunk's hidden states are
                 scores.read(model.target, start, end, tokens)
             if model.drafter is not None:
-                if start:
+                if not model.drafter.lag:
+                    model.drafter.prefill(feedback, chunk, where, start)
+                elif start:
                     model.drafter.prefill(torch.cat([tail, feedback[:-1]]), chunk, where, start - 1)
                 elif len(chunk) > 1:
                     model.drafter.prefill(feedback[:-1], chunk[1:], where, 0)
@@ -380,6 +382,8 @@ class Generator:
             self._ranks.check(self._round, records)
         asked = any(resident.request.logprobs is not None for resident in residents)
         logprobs = self.model.arena.read_logprobs(frame, slots) if asked else [()] * len(slots)
+        forecasting = self.model.arena.forecasts is not None
+        forecasts = self.model.arena.read_forecasts(frame, slots) if forecasting else [()] * len(slots)
         number = self._round
         self._round += 1
         events = []
@@ -408,6 +412,7 @@ class Generator:
                     finish=finish,
                     completion=completion,
                     logprobs=None if wanted is None else self._logprobs(completion.tokens, row, wanted),
+                    forecasts=tuple(forecasts[lane][: completion.verify_width - 1]) if forecasting else None,
                     text=text,
                 )
             )

@@ -170,9 +170,9 @@ class LoadedModel:
         self.rounds = rounds
         self.first_tokens = first_tokens
         self.arena = arena
-        # one pool per store, shared by every generator and prefix cache of this model
+        # one pool per store that has pages, shared by every generator and prefix cache of this model
         self.pools = tuple(
-            PagePool(pages=store.pages, page_tokens=store.layout.page_tokens) for store in _stores(target, drafter)
+            PagePool(pages=store.pages, page_tokens=store.layout.page_tokens) for store in self.paged_stores
         )
         # numbers of admissions; never used twice, so that no record of a slot's earlier owner is taken for its present one
         self.epochs = count(1)
@@ -181,6 +181,17 @@ class LoadedModel:
     def stores(self) -> tuple[StateStore, ...]:
         """The target's state store, and the drafter's if there is one."""
         return _stores(self.target, self.drafter)
+
+    @property
+    def paged_stores(self) -> tuple[StateStore, ...]:
+        """Those of ``stores`` whose layout has paged fields; the pools are theirs."""
+        return tuple(store for store in self.stores if store.layout.paged)
+
+    @property
+    def page_lags(self) -> tuple[int, ...]:
+        """For every pool, how many positions its store is behind the consumed tokens."""
+        lags = (0,) if self.drafter is None else (0, self.drafter.lag)
+        return tuple(lag for store, lag in zip(self.stores, lags, strict=True) if store.layout.paged)
 
     @classmethod
     def prepare(
@@ -241,6 +252,7 @@ class LoadedModel:
                 device=where,
                 extended=config.extended_sampling,
                 vocab_size=target.vocab_size,
+                confidence_width=recipe.confidence_width if config.speculative else 0,
             )
             rounds = {}
             # the largest shape first: smaller ones then share its scratch

@@ -65,7 +65,7 @@ def prefix_cache(model: LoadedModel, budget: int | None = None) -> PrefixCache:
     """
     return PrefixCache(
         pools=model.pools,
-        page_bytes=[page_bytes(store.layout) for store in model.stores],
+        page_bytes=[page_bytes(store.layout) for store in model.paged_stores],
         budget=model.config.snapshot_bytes if budget is None else budget,
     )
 
@@ -109,8 +109,9 @@ class PrefixState:
         self.cache.release(slot)
         claim = self.cache.claim(slot, run.tokens, reach, reuse=reuse)
         try:
-            for store, pool in zip(self.model.stores, self._pools, strict=True):
+            for store in self.model.stores:
                 store.reset(slot)
+            for store, pool in zip(self.model.paged_stores, self._pools, strict=True):
                 store.set_pages(slot, pool.owned(slot))
             self._copy(claim.copies)
             if claim.entry is not None:
@@ -140,7 +141,7 @@ class PrefixState:
             return
         state = self._snapshot(slot) if boundary is None else _lane(boundary, lane)
         size = sum(value.nbytes for part in state.values() for value in part.values())
-        rows = (length, length - 1)[: len(self._pools)]
+        rows = [length - lag for lag in self.model.page_lags]
         self._copy(self.cache.publish(slot, key, run.tokens, length, rows, state, size))
 
     def _snapshot(self, slot: int) -> Snapshots:
@@ -152,7 +153,7 @@ class PrefixState:
 
     def _copy(self, copies: Iterable[PageCopy]) -> None:
         for copy in copies:
-            copy_rows(self.model.stores[copy.pool], copy.source, copy.destination, copy.rows)
+            copy_rows(self.model.paged_stores[copy.pool], copy.source, copy.destination, copy.rows)
 
 
 def copy_rows(store: StateStore, source: int, destination: int, rows: int) -> None:

@@ -161,7 +161,8 @@ class Progress:
 class Emission:
     """Tokens one round emitted for one request, with the round's record. finish is NONE while the request runs.
 
-    logprobs: one for each of ``tokens`` if the request asked for them, else None.
+    logprobs: one for each of ``tokens`` if the request asked for them, else None. forecasts: for each draft of the round the
+    calibrated probability that it is accepted if the earlier ones are, from recipes whose rounds forecast, else None.
 
     text: what this emission adds to the output's text if the request has stop strings, else None. It lags behind ``tokens``
     while a character or what may become a stop string is incomplete; that is released with what settles it, at the latest with
@@ -175,6 +176,7 @@ class Emission:
     finish: Finish
     completion: Completion
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    forecasts: tuple[float, ...] | None = None
     text: str | None = None
 
 

@@ -13,8 +13,8 @@ from specdec.round.completion import Completion
 class DraftStatistics:
     """Running totals over completions.
 
-    A depth counts as *judged* in a round only if a draft was offered there and every draft before it was accepted;
-    acceptance at a depth is accepted / judged, survival is accepted / rounds that offered the depth. The first token of a
+    A depth counts as *judged* in a round only if a draft was verified there and every draft before it was accepted;
+    acceptance at a depth is accepted / judged, survival is accepted / rounds that verified the depth. The first token of a
     request comes without a round and counts as a token only.
     """
 
@@ -22,7 +22,7 @@ class DraftStatistics:
     rounds: int = 0
     offered: int = 0
     accepted: int = 0
-    offered_by_depth: list[int] = field(factory=list)
+    verified_by_depth: list[int] = field(factory=list)
     judged_by_depth: list[int] = field(factory=list)
     accepted_by_depth: list[int] = field(factory=list)
     tokens_in_rounds: int = 0
@@ -36,11 +36,11 @@ class DraftStatistics:
         self.tokens_in_rounds += completion.emitted
         self.offered += completion.offered
         self.accepted += completion.accepted
-        while len(self.offered_by_depth) < completion.offered:
-            for counts in (self.offered_by_depth, self.judged_by_depth, self.accepted_by_depth):
+        while len(self.verified_by_depth) < completion.offered:
+            for counts in (self.verified_by_depth, self.judged_by_depth, self.accepted_by_depth):
                 counts.append(0)
-        for depth in range(completion.offered):
-            self.offered_by_depth[depth] += 1
+        for depth in range(completion.verified):
+            self.verified_by_depth[depth] += 1
             self.judged_by_depth[depth] += completion.accepted >= depth
             self.accepted_by_depth[depth] += completion.accepted > depth
 
@@ -64,5 +64,5 @@ class DraftStatistics:
 
     @property
     def survival_by_depth(self) -> list[float]:
-        """accepted / offered per depth: the probability that the whole prefix up to it was accepted."""
-        return [a / o if o else 0.0 for a, o in zip(self.accepted_by_depth, self.offered_by_depth, strict=True)]
+        """accepted / verified per depth: the probability that the whole prefix up to it was accepted."""
+        return [a / o if o else 0.0 for a, o in zip(self.accepted_by_depth, self.verified_by_depth, strict=True)]

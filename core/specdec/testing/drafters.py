@@ -8,6 +8,7 @@ the outermost draws through the round's own proposer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -26,6 +27,10 @@ class WrappedDrafter:
         #: state of the wrapped drafter
         self.store: StateStore = inner.store
 
+    def __getattr__(self, name: str) -> Any:
+        """What a plugin's own round asks of its own drafter."""
+        return getattr(self.inner, name)
+
     def proposer(self, lanes: Lanes, inner: Proposer) -> Proposer:
         """The proposer that the wrapped drafter draws through in one round."""
         return inner
@@ -34,17 +39,26 @@ class WrappedDrafter:
         """See ``Drafter.prefill``."""
         self.inner.prefill(feedback, tokens, slot, start)
 
-    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> None:
+    @property
+    def lag(self) -> int:
+        """See ``Drafter.lag``."""
+        return self.inner.lag
+
+    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> Tensor | None:
         """See ``Drafter.propose``."""
-        self.inner.propose(lanes, draft_tokens, self.proposer(lanes, proposer))
+        return self.inner.propose(lanes, draft_tokens, self.proposer(lanes, proposer))
 
     def absorb(self, lanes: Lanes, tokens: Tensor, emitted: Tensor) -> None:
         """See ``Drafter.absorb``."""
         self.inner.absorb(lanes, tokens, emitted)
 
-    def snapshot(self, slots: Tensor) -> Mapping[str, Tensor]:
+    def commit(self, lanes: Lanes, emitted: Tensor) -> None:
+        """See ``Drafter.commit``."""
+        self.inner.commit(lanes, emitted)
+
+    def snapshot(self, slots: Tensor, taken: Tensor | None = None) -> Mapping[str, Tensor]:
         """See ``Drafter.snapshot``."""
-        return self.inner.snapshot(slots)
+        return self.inner.snapshot(slots, taken)
 
     def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
         """See ``Drafter.restore``."""

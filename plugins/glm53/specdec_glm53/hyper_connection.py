@@ -1,94 +1,46 @@
-"""Manifold-constrained hyper-connection (mHC) of GLM-5.3-Flash: S streams of width H around every block.
+"""Manifold-constrained hyper-connection (mHC) of GLM-5.3-Flash: a block reads through the weights of its own site.
 
-    c = fn · rms(X)                              S + S + S² coefficients of a row: read, write, mix
-    u = Σ_s (sigmoid(c_read) + ε)_s · X[s]       input of the block
-    C = sinkhorn(softmax_j(c_mix) + ε)           rows and columns that sum to one, from stream i to stream j
-    X'[j] = 2 · sigmoid(c_write)_j · y + Σ_i C[i, j] · X[i]                     y = block(u)
-
-with c scaled and shifted by ``scale`` and ``base`` of each part. Source: the ``glm5_next`` class of transformers 5.24; Xie et
-al., "mHC: Manifold-Constrained Hyper-Connections" (arXiv:2512.24880). Coefficients are float32 or wider whatever the streams
-are, and streams are rounded once. Every shard of a model holds all of it; y must be complete before ``combine``.
+The mathematics is ``specdec.ops.hyper_connection``. Source of the order and of the tensor names: the ``glm5_next`` class of
+transformers 5.24.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import Self
+
 from attrs import frozen
 from torch import Tensor
 
 from specdec.checkpoint.weights import Weights
+from specdec.ops import hyper_connection as mhc
 
 from .geometry import Geometry
 
+combine = mhc.expand
+
 
 @frozen(kw_only=True, eq=False)
-class HyperConnection:
-    """One site of a layer, all in the accumulate dtype. fn: [S·(S + 2), S·H], rows multiplied by the scale of their part;
-    base: [S·(S + 2)]; ones: [S, 1]."""
-
-    fn: Tensor
-    base: Tensor
-    ones: Tensor
-    streams: int
-    iterations: int
-    hc_eps: float
-    rms_eps: float
+class HyperConnection(mhc.HyperConnection):
+    """One site of a layer; see the base class for its tensors."""
 
     @classmethod
-    def load(cls, weights: Weights, geometry: Geometry, site: str) -> HyperConnection:
+    def load(cls, weights: Weights, geometry: Geometry, site: str) -> Self:
         """Reads ``hc_{site}_fn``, ``_base`` and ``_scale`` of a layer. site: ``attn`` or ``ffn``.
 
         Raises CheckpointError for a missing or misshapen tensor.
         """
-        count, outputs = geometry.hc_mult, geometry.hc_outputs
-        scale = weights.precise_vector(f"hc_{site}_scale", 3)
-        per_row = torch.cat([scale[0].expand(count), scale[1].expand(count), scale[2].expand(count * count)])
-        fn = weights.precise_vector(f"hc_{site}_fn", outputs, geometry.streams_width)
-        return cls(
-            fn=fn * per_row.unsqueeze(-1),
-            base=weights.precise_vector(f"hc_{site}_base", outputs),
-            ones=torch.ones(count, 1, dtype=fn.dtype, device=fn.device),
-            streams=count,
-            iterations=geometry.hc_sinkhorn_iters,
-            hc_eps=geometry.hc_eps,
-            rms_eps=geometry.rms_norm_eps,
+        g = geometry
+        return cls.build(
+            fn=weights.precise_vector(f"hc_{site}_fn", g.hc_outputs, g.streams_width),
+            base=weights.precise_vector(f"hc_{site}_base", g.hc_outputs),
+            scale=weights.precise_vector(f"hc_{site}_scale", 3),
+            iterations=g.hc_sinkhorn_iters,
+            hc_eps=g.hc_eps,
+            rms_eps=g.rms_norm_eps,
         )
 
     def mix(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """streams: [T, S, H] → block input u [T, H] in their dtype, write weights [T, S] and mixing matrix [T, S, S] (from
         stream, to stream) in the accumulate dtype. Does not change the streams."""
-        count = self.streams
-        wide = streams.to(self.fn.dtype)
-        flat = wide.flatten(1)
-        root = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.rms_eps)
-        coefficients = torch.addcmul(self.base, F.linear(flat, self.fn), root)
-        gates = torch.sigmoid(coefficients[:, : 2 * count])
-        block = torch.bmm((gates[:, :count] + self.hc_eps).unsqueeze(1), wide).squeeze(1)
-        raw = torch.softmax(coefficients[:, 2 * count :].view(-1, count, count), dim=-1) + self.hc_eps
-        return block.to(streams.dtype), 2 * gates[:, count:], self._sinkhorn(raw)
-
-    def _sinkhorn(self, raw: Tensor) -> Tensor:
-        """Divides columns, then (rows, columns) iterations − 1 times by their sums plus ε. raw: [T, S, S].
-
-        The result is raw[i, j] / (ρ_i γ_j). A step on rows, C ← C / (Σ_j C + ε), is ρ ← Σ_j raw[i, j] / γ_j + ε ρ, exactly, so
-        a step costs a product with the constant matrix and a reciprocal of S numbers; the many steps make this the most
-        frequent operator of a layer.
-        """
-        transposed = raw.transpose(1, 2).contiguous()
-        rows = self.ones.expand(raw.shape[0], -1, -1).clone()
-        columns = torch.baddbmm(rows, transposed, rows, beta=self.hc_eps)
-        for _ in range(self.iterations - 1):
-            rows.baddbmm_(raw, columns.reciprocal(), beta=self.hc_eps)
-            columns.baddbmm_(transposed, rows.reciprocal(), beta=self.hc_eps)
-        return raw / (rows * columns.transpose(1, 2))
-
-
-def combine(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """X'[j] = post[j] · y + Σ_i comb[i, j] · X[i]. streams: [T, S, H]; y: [T, H]; post: [T, S]; comb: [T, S, S].
-
-    Returns [T, S, H] in the dtype of streams, computed in that of ``post`` and rounded once. Does not change its inputs.
-    """
-    wide = streams.to(post.dtype)
-    written = post.unsqueeze(-1) * y.to(post.dtype).unsqueeze(1)
-    return torch.baddbmm(written, comb.transpose(1, 2), wide).to(streams.dtype)
+        pre, post, comb = self.mixes(streams)
+        return mhc.collapse(streams, pre), post, comb

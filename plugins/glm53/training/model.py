@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from training.blocks import attend, linear
+from training.sinkhorn import Sinkhorn
 
 from plugins.glm53.training import layers
 from plugins.glm53.training.parameters import TEXT, mtp_prefix
-from plugins.glm53.training.sinkhorn import Sinkhorn
 from training.model import WholeSequenceModel
 
 

@@ -115,10 +115,12 @@ def chunk_boundary_is_conditioned_on_the_future(bench: Bench, patch: pytest.Monk
 @mutant("test_right_and_wrong_rounds_alternate")
 def draft_rows_follow_the_width(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Draft history counts a row for every verified input."""
-    absorb = bench.drafter.absorb
-    bench.drafter.absorb = lambda lanes, tokens, emitted: absorb(
-        lanes, tokens, torch.where(lanes.live, tokens.shape[1], emitted)
+    absorb, commit, width = bench.drafter.absorb, bench.drafter.commit, {}
+    bench.drafter.absorb = lambda lanes, tokens, emitted: (
+        width.update(w=tokens.shape[1]),
+        absorb(lanes, tokens, emitted),
     )
+    bench.drafter.commit = lambda lanes, emitted: commit(lanes, torch.where(lanes.live, width["w"], emitted))
 
 
 @mutant("test_a_slot_forgets_its_earlier_owner")

@@ -126,6 +126,24 @@ def test_a_block_recipe_prepares_the_asked_depth(make_recipe: Callable[..., Reci
     assert PreparationConfig.for_recipe(block, max_draft_tokens=3).speculative_widths == (1, 4)
 
 
+def test_allocated_rounds_are_bounded_by_rows(make_recipe: Callable[..., Recipe]) -> None:
+    """A wide round is there at every batch capacity that the rows allow, with fewer rows than B·W where they are too few."""
+    recipe = make_recipe(
+        default_draft_tokens=7, max_draft_tokens=7, widths=WidthCatalog(widths=(1, 8)), confidence_width=7
+    )
+    config = PreparationConfig.for_recipe(recipe, concurrency=32, speculative_token_capacity=24)
+    found = {(shape.batch, shape.verify_width): (shape.packed_rows, shape.target_rows) for shape in config.shapes()}
+    wide = {1: (0, 8), 2: (0, 16), 4: (24, 24), 8: (24, 24), 16: (24, 24)}
+    assert {batch: rows for (batch, width), rows in found.items() if width == 8} == wide
+    assert {batch for batch, width in found if width == 1} == {1, 2, 4, 8, 16, 32}
+    fixed = PreparationConfig.for_recipe(
+        recipe, concurrency=4, speculative_token_capacity=24, adaptive_verification=False
+    )
+    assert [(shape.batch, shape.target_rows) for shape in fixed.serving_shapes()] == [(1, 8), (2, 16), (4, 24)]
+    assert set(fixed.serving_shapes()) <= set(fixed.shapes())
+    assert not PreparationConfig.for_recipe(make_recipe()).packed
+
+
 def test_without_speculation_no_shapes(recipe: Recipe) -> None:
     config = PreparationConfig.for_recipe(recipe, speculative=False)
     assert (config.shapes(), config.serving_shapes(), config.max_draft_tokens) == ((), (), 0)

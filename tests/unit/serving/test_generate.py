@@ -351,7 +351,7 @@ def test_statistics_equal_a_recount_from_the_raw_records(prepared: Any, monkeypa
             accepted[depth] += row[Field.ACCEPTED] > depth
     assert tokens == sum(len(tokens_of(one)) for one in emissions.values())
     assert (statistics.tokens, statistics.rounds, statistics.tokens_in_rounds) == (tokens, rounds, in_rounds)
-    assert statistics.offered_by_depth == offered
+    assert statistics.verified_by_depth == offered
     assert statistics.judged_by_depth == judged
     assert statistics.accepted_by_depth == accepted
     assert (statistics.offered, statistics.accepted) == (sum(offered), sum(accepted))

@@ -6,10 +6,10 @@ from specdec.round.completion import METADATA_FIELDS, Completion, Field, Finish
 from specdec.serving.statistics import DraftStatistics
 
 
-def record(*, emitted: int, offered: int, accepted: int) -> Completion:
+def record(*, emitted: int, offered: int, accepted: int, verified: int | None = None) -> Completion:
     row = [0] * METADATA_FIELDS + [7] * emitted + [-1] * (8 - emitted)
     row[Field.EMITTED], row[Field.OFFERED] = emitted, offered
-    row[Field.VERIFIED], row[Field.ACCEPTED] = offered, accepted
+    row[Field.VERIFIED], row[Field.ACCEPTED] = offered if verified is None else verified, accepted
     return Completion.parse(row)
 
 
@@ -37,7 +37,7 @@ def test_hand_counted_rounds() -> None:
     assert statistics.tokens_in_rounds == 10
     assert statistics.tokens_per_round == 2.5
     assert (statistics.offered, statistics.accepted) == (11, 6)
-    assert statistics.offered_by_depth == [4, 4, 3]
+    assert statistics.verified_by_depth == [4, 4, 3]
     # depth 2 was judged where depth 1 was accepted (three rounds), depth 3 where depth 2 was and was offered (two)
     assert statistics.judged_by_depth == [4, 3, 2]
     assert statistics.accepted_by_depth == [3, 2, 1]
@@ -53,6 +53,20 @@ def test_width_one_rounds_count_as_rounds_and_add_to_no_depth() -> None:
     assert mixed.judged_by_depth == alone.judged_by_depth == [1, 1]
     assert mixed.acceptance_by_depth == alone.acceptance_by_depth == [1, 0]
     assert DraftStatistics.of(plain).acceptance_by_depth == []
+
+
+def test_drafts_that_were_not_verified_are_not_rejections() -> None:
+    """Rounds that allocate their rows accept all of two verified drafts, then reject the second."""
+    statistics = DraftStatistics.of(
+        [
+            (record(emitted=3, offered=4, verified=2, accepted=2), True),
+            (record(emitted=2, offered=4, verified=3, accepted=1), True),
+        ]
+    )
+    assert (statistics.offered, statistics.accepted) == (8, 3)
+    assert statistics.verified_by_depth == [2, 2, 1, 0]
+    assert statistics.judged_by_depth == [2, 2, 0, 0]
+    assert statistics.acceptance_by_depth == [1, 1 / 2, 0, 0]
 
 
 def test_depths_that_were_offered_but_never_judged_read_zero() -> None:

@@ -17,6 +17,7 @@ from specdec.interfaces import Drafter
 from specdec.recipes import recipe_book
 from specdec.serving.model import embedded_checkpoint
 from specdec.testing.conformance.bench import Bench
+from specdec.testing.conformance.draws import Proposals
 from specdec.testing.conformance.driver import Driver
 from specdec.testing.conformance.prompts import lively_prompts
 from specdec.testing.conformance.states import assert_same_state, committed
@@ -44,6 +45,9 @@ class Conformance:
         name of the recipe.
     ``draft_lag``
         rows of draft history missing at N consumed tokens: 1 where row i needs token i + 1, 0 for windows of inputs.
+    ``proposals``
+        how drafts are drawn: "filtered" from the request's whole law; "temperature" from its temperature alone, as
+        ``specdec.round.temperature_proposers`` does, in rounds of one lane other than in wider ones.
     ``interval_fields``
         state fields that describe the last round rather than the committed tokens; a prompt pass leaves other values in them.
     ``tolerance``
@@ -54,6 +58,7 @@ class Conformance:
 
     recipe: ClassVar[str]
     draft_lag: ClassVar[int] = 1
+    proposals: ClassVar[Proposals] = "filtered"
     interval_fields: ClassVar[tuple[str, ...]] = ("anchor",)
     tolerance: ClassVar[float] = 1e-9
     context: ClassVar[int] = 192
@@ -101,6 +106,7 @@ class Conformance:
             "chunking": ["whole", "ones", "sixteens", "one first", "page minus one", "threes"],
             "length": [1, 2, 3, 4, 5, 61, 62, 63, 64, 65, 66, 67, 68],
             "fault_row": [0, deepest // 2],
+            "draft_rows": [0, 1, deepest, 2 * deepest + 1],
         }
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from specdec.round.completion import Field, Finish
 from specdec.testing.conformance.base import Conformance, next_tokens
-from specdec.testing.conformance.bench import Bench, replaced
+from specdec.testing.conformance.bench import Bench, altered_verification
 from specdec.testing.conformance.invariants import parse
 from specdec.testing.guard import CapturableGuard
 
@@ -91,17 +91,15 @@ class BatchingConformance(Conformance):
             slots = self.admit_all(bench)
             driver = self.driver(bench, drafter=self.scripted(bench))
             driver.start(slots)
-            verify = bench.target.verify
 
-            def broken(tokens: torch.Tensor, lanes: object, victim: int = victim, verify=verify) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                logits = verify(tokens, lanes)
+            def broken(logits: torch.Tensor, victim: int = victim) -> torch.Tensor:
                 here = torch.zeros(logits.shape[:2], dtype=torch.bool)
                 here[victim, fault_row] = True
                 return logits.masked_fill(here.unsqueeze(-1), torch.nan)
 
             script = {s: next_tokens(plain[s], 1, deepest, bench.vocab, deepest) for s in slots}
             driver.drafter.write(script)  # type: ignore[union-attr]
-            with replaced(bench.target, "verify", broken):
+            with altered_verification(bench.target, broken):
                 found = driver.round(slots, deepest)
             assert found[victim].finish is Finish.FAULT
             assert list(found[victim].tokens) == plain[victim][1 : 1 + fault_row]

@@ -5,7 +5,7 @@ Everything is made by the recipe's hooks, as serving makes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from specdec.checkpoint.reader import Checkpoint
 from specdec.declaration import Recipe, StateKind
 from specdec.interfaces import Capacities, Drafter, Round, Target
 from specdec.recipes import RecipeHooks, recipe_book
+from specdec.round.allocation import PackedRows
 from specdec.round.arena import Arena
 from specdec.sampling.params import SamplingParams
 from specdec.state.store import StateStore
@@ -93,6 +94,7 @@ class Bench:
                 device=where,
                 extended=True,
                 vocab_size=target.vocab_size,
+                confidence_width=record.confidence_width,
             )
         return cls(
             recipe=record,
@@ -119,12 +121,22 @@ class Bench:
         """The slot that dead lanes name."""
         return self.capacities.slots
 
-    def capture(self, drafts: int, lanes: int, drafter: Drafter | None) -> Round:
-        """The round of ``lanes`` lanes with ``drafts`` drafts, as the plugin's or the core's hook builds it."""
-        shape = RoundShape(batch=lanes, draft_tokens=drafts, verify_width=drafts + 1)
+    def capture(self, drafts: int, lanes: int, drafter: Drafter | None, rows: int = 0) -> Round:
+        """The round of ``lanes`` lanes with ``drafts`` drafts, as the plugin's or the core's hook builds it.
+
+        rows: physical target rows, 0 for one for every draft and pending token.
+        """
+        shape = RoundShape(batch=lanes, draft_tokens=drafts, verify_width=drafts + 1, packed_rows=rows)
         return self.hooks.capture_round(target=self.target, drafter=drafter, shape=shape, arena=self.arena)
 
     # --- requests ------------------------------------------------------------------------------------------------
+
+    def reset(self, slot: int) -> None:
+        """Gives a slot its initial state and its own pages."""
+        for store in self.stores:
+            store.reset(slot)
+            reach = store.page_table.shape[1]
+            store.set_pages(slot, range(1 + slot, 1 + slot + reach * self.capacities.slots, self.capacities.slots))
 
     def admit(
         self,
@@ -142,10 +154,7 @@ class Bench:
         output: tokens to take as emitted already; all but the last are consumed with the prompt, no first token is
         sampled. entry: as for ``enter``.
         """
-        for store in self.stores:
-            store.reset(slot)
-            reach = store.page_table.shape[1]
-            store.set_pages(slot, range(1 + slot, 1 + slot + reach * self.capacities.slots, self.capacities.slots))
+        self.reset(slot)
         where = torch.tensor([slot], device=self.arena.device)
         inputs = [*prompt, *output[:-1]]
         sizes = iter(chunks)
@@ -184,11 +193,14 @@ class Bench:
         )
 
     def consume(self, where: Tensor, chunk: Sequence[int], start: int) -> None:
-        """One prompt chunk through target and drafter: row i of draft history pairs h[i] with token i + 1."""
+        """One prompt chunk through target and drafter: row i of draft history is made from h[i], paired with token i + 1 where
+        the drafter lags by one."""
         tail = self.target.feedback(where)
         tokens = torch.tensor(list(chunk), dtype=torch.int64, device=self.arena.device)
         rows = self.target.prefill(tokens, where, start)
-        if start:
+        if not self.drafter.lag:
+            self.drafter.prefill(rows, tokens, where, start)
+        elif start:
             self.drafter.prefill(torch.cat([tail, rows[:-1]]), tokens, where, start - 1)
         elif len(chunk) > 1:
             self.drafter.prefill(rows[:-1], tokens[1:], where, 0)
@@ -205,7 +217,8 @@ class Bench:
     # --- images --------------------------------------------------------------------------------------------------
 
     def _buffers(self) -> list[Tensor]:
-        holders = (*self.stores, self.arena.requests, self.arena.requests.options, self.arena.logprobs)
+        requests = self.arena.requests
+        holders = (*self.stores, requests, requests.options, self.arena.logprobs, self.arena.forecasts)
         return [self.arena.frames, *(tensor for holder in holders if holder for tensor in buffers(holder))]
 
     def image(self) -> Image:
@@ -216,6 +229,22 @@ class Bench:
         """Puts an image back."""
         for tensor, copy in zip(self._buffers(), image.copies, strict=True):
             tensor.copy_(copy)
+
+
+@contextmanager
+def altered_verification(target: Target, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Rounds see other target logits for the length of a block: ``change`` of [B, W, V], which packed rows are taken from."""
+    verify, verify_rows = target.verify, getattr(target, "verify_rows", None)
+    with replaced(target, "verify", lambda tokens, lanes: change(verify(tokens, lanes))):
+        if verify_rows is None:
+            yield
+            return
+
+        def packed(tokens: Tensor, rows: PackedRows) -> Tensor:
+            return rows.gather(change(rows.scatter(verify_rows(tokens, rows))))
+
+        with replaced(target, "verify_rows", packed):
+            yield
 
 
 @contextmanager

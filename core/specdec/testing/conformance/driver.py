@@ -17,7 +17,8 @@ class Driver:
 
     drafter: what rounds draft with; the bench's own unless given, None for plain decoding. draft_lag: rows of draft
     history that are missing at N consumed tokens. between: called with this driver before every round but the first
-    (poisoning). extended: rounds that honour penalties, bias, minimum length and log-probabilities.
+    (poisoning). extended: rounds that honour penalties, bias, minimum length and log-probabilities. draft_rows: target rows of
+    a round beside one per lane; None for one for each draft.
     """
 
     def __init__(
@@ -28,12 +29,14 @@ class Driver:
         draft_lag: int = 1,
         between: Callable[[Driver], Any] | None = None,
         extended: bool = False,
+        draft_rows: int | None = None,
     ) -> None:
         self.bench = bench
         self.drafter: Drafter | None = bench.drafter if isinstance(drafter, str) else drafter
         self.draft_lag = draft_lag if self.drafter is not None else None
         self.between = between
         self.extended = extended
+        self.draft_rows = draft_rows
         self.number = 0
         self.completions: dict[int, list[Completion]] = {}
         self.accounts: dict[int, Account] = {}
@@ -56,7 +59,8 @@ class Driver:
     def captured(self, lanes: int, drafts: int) -> Round:
         """The round of this shape, built on first use."""
         if (lanes, drafts) not in self._rounds:
-            self._rounds[lanes, drafts] = self.bench.capture(drafts, lanes, self.drafter)
+            rows = 0 if self.draft_rows is None or not drafts else min(lanes + self.draft_rows, lanes * (drafts + 1))
+            self._rounds[lanes, drafts] = self.bench.capture(drafts, lanes, self.drafter, rows)
         return self._rounds[lanes, drafts]
 
     def round(

@@ -77,15 +77,15 @@ class Crowd:
         found = self.logits.get((*known, *drawn))
         return torch.zeros_like(self.logits[()]) if found is None else found * 2
 
-    def sample(self, drafter: Drafter, drafts: int) -> list[tuple[int, ...]]:
-        """First three tokens of requests that differ in their seed."""
+    def sample(self, drafter: Drafter, drafts: int, draft_rows: int | None = None) -> list[tuple[int, ...]]:
+        """First three tokens of requests that differ in their seed. draft_rows: see ``Driver``."""
         outcomes = []
         for batch in range(BATCHES):
             self.bench.rewind(self.image)
             for slot in self.slots:
                 seed = batch * len(self.slots) + slot
                 self.bench.enter(slot, self.prompt, budget=16, seed=seed, request=seed, **LAW)
-            self.driver = Driver(self.bench, drafter=drafter, draft_lag=self.draft_lag)
+            self.driver = Driver(self.bench, drafter=drafter, draft_lag=self.draft_lag, draft_rows=draft_rows)
             self.driver.start(self.slots)
             while any(len(self.driver.tokens(slot)) < DEPTH for slot in self.slots):
                 self.driver.round(self.slots, drafts)

@@ -10,7 +10,7 @@ import torch
 
 from specdec.round.completion import Finish
 from specdec.testing.conformance.base import Conformance, next_tokens, width_sequences
-from specdec.testing.conformance.bench import Bench, replaced
+from specdec.testing.conformance.bench import Bench, altered_verification, replaced
 from specdec.testing.conformance.driver import Driver
 from specdec.testing.drafters import AlteredLogits, RecordingDrafter
 
@@ -214,9 +214,9 @@ class GreedyConformance(Conformance):
 
         slots = self.admit_all(bench)
         target = bench.target
-        verify, first_logits = target.verify, target.first_logits
+        first_logits = target.first_logits
         with (
-            replaced(target, "verify", lambda *a, **k: coarse(verify(*a, **k))),
+            altered_verification(target, coarse),
             replaced(target, "first_logits", lambda *a, **k: coarse(first_logits(*a, **k))),
         ):
             driver = self.driver(bench, drafter=self.scripted(bench))

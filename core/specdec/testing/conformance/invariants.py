@@ -183,7 +183,7 @@ class Surroundings:
     def check(self) -> None:
         """Compares byte for byte. Raises AssertionError naming owner, field and slots or pages."""
         bench = self.bench
-        for store, (fields, per_slot), lag in zip(bench.stores, self.stores, (0, 1), strict=True):
+        for store, (fields, per_slot), lag in zip(bench.stores, self.stores, (0, bench.drafter.lag), strict=True):
             owner = store.layout.owner
             others = torch.tensor([slot for slot in range(store.slots) if slot not in self.live], dtype=torch.int64)
             for name, declared in store.fields.items():

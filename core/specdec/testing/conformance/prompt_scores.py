@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.testing.conformance.base import Conformance
-from specdec.testing.conformance.bench import Bench, replaced
+from specdec.testing.conformance.bench import Bench, altered_verification, replaced
 from specdec.testing.conformance.history import CHUNKINGS
 
 
@@ -80,14 +80,12 @@ class PromptScoreConformance(Conformance):
         script = self.scripted(bench)
         driver = self.driver(bench, drafter=script)
         rows: list[Tensor] = []
-        verify = bench.target.verify
 
-        def recording(*arguments: Any, **named: Any) -> Tensor:
-            logits = verify(*arguments, **named)
+        def recording(logits: Tensor) -> Tensor:
             rows.append(logits[0].clone())
             return logits
 
-        with replaced(bench.target, "verify", recording):
+        with altered_verification(bench.target, recording):
             for place in range(1, len(prompt) - any_drafts, any_drafts + 1):
                 bench.admit(1, prompt[:place], output=prompt[place : place + 1], greedy=True)
                 driver.open([1])

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specdec.testing.conformance.base import Conformance
 from specdec.testing.conformance.bench import Bench
-from specdec.testing.conformance.oracles import DRAFT, TARGET, drawn_by, softmax, uniform
+from specdec.testing.conformance.draws import draft_law, drafted_by
+from specdec.testing.conformance.oracles import TARGET, drawn_by, softmax, uniform
 from specdec.testing.drafters import RecordingDrafter
 
 #: Filters that leave a few tokens, so that a drafter of any quality is right sometimes.
@@ -47,9 +48,12 @@ class RandomnessConformance(Conformance):
 
     def test_same_seed_gives_same_tokens_anywhere(self, bench: Bench, any_drafts: int) -> None:
         """Fault classes: global RNG in the acceptance path; draft draws outside the request's stream; indexing copy
-        instead of view. A seeded request alone, in every lane, in any slot, with neighbours and with dead lanes."""
-        alone = {request: self._sample(bench, [request], [0], any_drafts)[request] for request in range(4)}
-        assert self._sample(bench, [2], [0], any_drafts)[2] == alone[2]
+        instead of view. A seeded request alone, in every lane, in any slot, with neighbours and with dead lanes. Where rounds of
+        one lane draw otherwise than wider ones, a request alone has a dead neighbour, and one without is compared with itself."""
+        dead: list[int | None] = [] if self.proposals == "filtered" else [None]
+        alone = {request: self._sample(bench, [request, *dead], [0], any_drafts)[request] for request in range(4)}
+        assert self._sample(bench, [2, *dead], [0], any_drafts)[2] == alone[2]
+        assert self._sample(bench, [2], [3], any_drafts) == self._sample(bench, [2], [0], any_drafts)
         for layout, slots in (
             ([0, 1, 2, 3], [0, 1, 2, 3]),
             ([3, 2, 1, 0], [0, 1, 2, 3]),
@@ -74,6 +78,12 @@ class RandomnessConformance(Conformance):
         assert len(outputs) == 4
 
     def test_every_draw_uses_the_words_of_its_position(self, bench: Bench, reference: Bench, any_drafts: int) -> None:
+        """Fault class: RNG advanced by drafts, not by committed tokens. ``check_draws`` in a round of one lane and, where wider
+        ones draw otherwise, beside a dead lane."""
+        for lanes in [[0]] if self.proposals == "filtered" else [[0], [bench.spare, 0]]:
+            self.check_draws(bench, reference, any_drafts, lanes)
+
+    def check_draws(self, bench: Bench, reference: Bench, any_drafts: int, lanes: Sequence[int]) -> None:
         """Fault classes: RNG advanced by drafts, not by committed tokens; draft and target streams not
         separate; verification rows shifted; stored law is not the drawn one. Each draft, accept test, corrected and
         bonus token of a run is recomputed from Philox words at N · (K_max + 2) of its domain and from laws of prompt
@@ -90,18 +100,23 @@ class RandomnessConformance(Conformance):
         def word(consumed: int, index: int, domain: int = TARGET) -> float:
             return uniform(seed, consumed, index, max_draft_tokens=deepest, domain=domain)
 
+        def drawn(depth: int, consumed: int, token: int) -> bool:
+            logits = recorder.logits(0)[depth]
+            where = {"seed": seed, "consumed": consumed, "depth": depth, "max_draft_tokens": deepest}
+            return drafted_by(self.proposals, logits, token, lanes=len(lanes), **where, **FEW)
+
         first = driver.start([0])[0].tokens[0]
         assert drawn_by(law_after([]), word(len(prompt) - 1, 0), first), "the first token is the draw of position N − 1"
         while driver.running([0]):
             done, consumed = driver.tokens(0), driver.consumed(0)
-            record = driver.round([0], any_drafts)[0]
+            record = driver.round([0], any_drafts, lanes=lanes)[0]
             drafted = recorder.tokens(0) if any_drafts else []
             emitted, accepted = list(record.tokens), 0
-            q = softmax(recorder.logits(0), **FEW) if any_drafts else torch.empty(0)
+            q = draft_law(self.proposals, recorder.logits(0), **FEW) if any_drafts else torch.empty(0)
             for depth, token in enumerate(drafted):
-                assert drawn_by(q[depth], word(consumed, depth, DRAFT), token), f"draft {depth} at N = {consumed}"
+                assert drawn(depth, consumed, token), f"draft {depth} at N = {consumed}"
             close = False
-            for depth, token in enumerate(drafted[: record.offered]):
+            for depth, token in enumerate(drafted[: record.verified]):
                 p, u = law_after([*done, *drafted[:depth]]), word(consumed, depth)
                 margin = float(p[token] - u * q[depth][token])
                 close = abs(margin) < 1e-6
@@ -115,9 +130,9 @@ class RandomnessConformance(Conformance):
             )
             assert emitted[:accepted] == drafted[: len(emitted[:accepted])]
             if len(emitted) > accepted:
-                p, rejected = law_after([*done, *drafted[:accepted]]), accepted < record.offered
+                p, rejected = law_after([*done, *drafted[:accepted]]), accepted < record.verified
                 weights = (p - q[accepted]).clamp(min=0) if rejected else p
-                u = word(consumed, record.offered + rejected)
+                u = word(consumed, record.verified + rejected)
                 assert drawn_by(weights, u, emitted[accepted], slack=1e-4), f"last token at N = {consumed}"
 
     def test_the_kept_law_is_the_drawn_one(self, narrow: Bench) -> None:
@@ -134,9 +149,11 @@ class RandomnessConformance(Conformance):
                 driver.round([0], deepest)
                 assert len(recorder.seen) == deepest
                 for proposal in recorder.seen:
-                    u = uniform(seed, consumed, proposal.depth, max_draft_tokens=deepest, domain=DRAFT)
-                    law = softmax(proposal.logits[0], temperature=1.5)
-                    assert drawn_by(law, u, int(proposal.tokens[0])), f"draft {proposal.depth} at N = {consumed}"
+                    where = {"seed": seed, "consumed": consumed, "depth": proposal.depth, "max_draft_tokens": deepest}
+                    law = draft_law(self.proposals, proposal.logits[0], temperature=1.5)
+                    assert drafted_by(
+                        self.proposals, proposal.logits[0], int(proposal.tokens[0]), lanes=1, **where, temperature=1.5
+                    ), f"draft {proposal.depth} at N = {consumed}"
                     if proposal.law is not None:
                         torch.testing.assert_close(proposal.law[0].double(), law, rtol=1e-5, atol=1e-7)
 

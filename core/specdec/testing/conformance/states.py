@@ -114,7 +114,7 @@ def poison(bench: Bench, rows: dict[int, int]) -> None:
     the committed ones, free and foreign pages included, ring entries that nobody may rely on, and the arena's
     scratch. Slots that are not in ``rows`` lose their pages' contents too.
     """
-    for store, lag in zip(bench.stores, (0, 1), strict=True):
+    for store, lag in zip(bench.stores, (0, bench.drafter.lag), strict=True):
         store.poison()
         for field in store.layout.fields:
             tensor = store.tensors[field.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specdec.testing.conformance.allocation import AllocationConformance
 from specdec.testing.conformance.batching import BatchingConformance, RecordConformance
 from specdec.testing.conformance.emitted_law import EmittedLawConformance
 from specdec.testing.conformance.greedy import GreedyConformance
@@ -26,6 +27,7 @@ class RoundConformance(
     BatchingConformance,
     RecordConformance,
     PoisonConformance,
+    AllocationConformance,
 ):
     """Everything that must hold of a recipe's rounds.
 

@@ -204,11 +204,9 @@ class TransactionConformance(Conformance):
         drafter: Mapping[str, Tensor],
     ) -> None:
         """Puts snapshots of one lane into another slot that was NaN throughout, with copies of the source's pages."""
+        bench.reset(destination)
         poison_slot(bench, destination)
-        for store in bench.stores:
-            own = [page for page in store.page_table[destination].tolist() if page]
-            store.reset(destination)
-            store.set_pages(destination, own)
+        bench.reset(destination)
         bench.copy_pages(source, destination)
         bench.target.restore(destination, target, consumed)
         bench.drafter.restore(destination, drafter, consumed)
