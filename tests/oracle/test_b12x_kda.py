@@ -29,9 +29,9 @@ NARROW = evolve(
     REAL,
     hidden_size=INPUTS,
     linear_num_heads=8,
-    num_hidden_layers=1,
-    layer_types=("linear_attention",),
-    mlp_layer_types=("sparse",),
+    num_hidden_layers=2,
+    layer_types=("linear_attention", "indexed_attention"),
+    mlp_layer_types=("sparse",) * 2,
 )
 HEADS, DIM, WIDTH = NARROW.linear_num_heads, NARROW.linear_head_dim, NARROW.linear_width
 
