@@ -40,7 +40,6 @@ def check(site: Any, body: str) -> Any:
         "specdec.catalog",
         "specdec.manifest",
         "specdec.interfaces",
-        "specdec.control.admission",
         "specdec.control.calibration",
         "specdec.control.survival",
         "specdec.cli.main",

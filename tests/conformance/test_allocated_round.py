@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from admission import admit_while_improving
 from markov import MarkovModel, random_table
 from torch import Tensor
 
 from specdec.catalog import RoundShape
-from specdec.control.admission import admit_while_improving
 from specdec.round import allocated
 from specdec.round.allocated import AllocatedRound
 from specdec.round.allocation import admit_top

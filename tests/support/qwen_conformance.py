@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from attrs import evolve
 from qwen_models import write_random_checkpoint
 
-from specdec.testing.conformance import Bench, Conformance, DraftStep, replaced
+from specdec.testing.conformance import Conformance
 from specdec_qwen38.geometry import TINY
 
 #: Four layers with every feature; few token ids, so that a random drafter is right sometimes and laws can be counted.
@@ -24,21 +21,6 @@ class QwenFacts(Conformance):
     """Facts of the recipe; the checkpoint is the shipped one."""
 
     recipe = "qwen3.8-flash"
-
-    @classmethod
-    @contextmanager
-    def draft_steps(cls, bench: Bench) -> Iterator[list[DraftStep]]:
-        drafter: Any = bench.drafter
-        steps: list[DraftStep] = []
-        step = drafter.step
-
-        def recorded(residual: Any, tokens: Any, plan: Any) -> Any:
-            output, logits = step(residual, tokens, plan)
-            steps.append(DraftStep(residual=residual.clone(), output=output.clone()))
-            return output, logits
-
-        with replaced(drafter, "step", recorded):
-            yield steps
 
 
 class QwenConformance(QwenFacts):

@@ -1,6 +1,8 @@
 """Checkpoints of any size as headers alone: the payloads are holes in the files."""
 
 import json
+import subprocess
+import sys
 
 CODES = {
     "bfloat16": "BF16",
@@ -44,3 +46,36 @@ def write_sparse(directory, shards, config, payloads=None):
 
 def entries(inventory):
     return [(spec.name, spec.shape, spec.dtype, spec.bytes) for spec in inventory.expand()]
+
+
+# Run in its own process: what is imported and how many bytes are read would otherwise be anybody's.
+PROBE = """
+import contextlib, importlib, io, json, sys, time
+from types import SimpleNamespace
+from specdec.cli import inspect as command
+RECIPE = importlib.import_module(sys.argv[2]).RECIPE
+command.recipe_book = lambda: SimpleNamespace(discovery=SimpleNamespace(recipes=(RECIPE,)))
+def bytes_read():
+    try:
+        return int(open("/proc/self/io").readline().split()[1])
+    except OSError:
+        return 0
+before, start, out = bytes_read(), time.perf_counter(), io.StringIO()
+with contextlib.redirect_stdout(out):
+    code = command.run(SimpleNamespace(directory=sys.argv[1], recipe=None, json=True))
+print(json.dumps({"code": int(code), "seconds": time.perf_counter() - start, "read": bytes_read() - before,
+    "heavy": sorted({"torch", "numpy", "safetensors"} & set(sys.modules)), "result": json.loads(out.getvalue())}))
+"""
+
+
+def inspect_alone(directory, recipe_module):
+    """What ``specdec inspect`` says of a folder to a user with one recipe: exit code, seconds, bytes read, heavy modules,
+    and the result."""
+    run = subprocess.run(
+        [sys.executable, "-c", PROBE, str(directory), recipe_module],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    return json.loads(run.stdout)

@@ -1,1 +1,1 @@
-"""What the host learns from finished rounds and decides before the next: survival, calibration, admission. Torch-free."""
+"""What the host learns from finished rounds and decides before the next: survival and calibration. Torch-free."""

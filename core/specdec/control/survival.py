@@ -8,8 +8,6 @@ Letters: S[j] estimates P(a ≥ j), a accepted drafts, j = 1 … K.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from specdec.catalog import require_integer
 from specdec.errors import UsageError
 
@@ -72,10 +70,3 @@ class PrefixSurvival:
         bound = 1.0
         for depth, value in enumerate(self._survival):
             bound = self._survival[depth] = min(max(value, 0.0), bound)
-
-    @classmethod
-    def merged(cls, parts: Sequence[PrefixSurvival]) -> tuple[float, ...]:
-        """Mean S over several estimates of equal K. Raises UsageError for none or for different K."""
-        if not parts or len({len(part.values) for part in parts}) != 1:
-            raise UsageError("survival is averaged over one or more estimates of the same draft count")
-        return tuple(sum(column) / len(parts) for column in zip(*(part.values for part in parts), strict=True))

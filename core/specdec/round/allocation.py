@@ -17,8 +17,10 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from specdec.control.admission import LEAST_SURVIVAL
 from specdec.state.requests import Lanes
+
+#: Drafts of a smaller survival are never verified: a row costs more than it can bring. SGLang's limit.
+LEAST_SURVIVAL = 1e-6
 
 
 @frozen(kw_only=True, eq=False)

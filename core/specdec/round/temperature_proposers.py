@@ -11,11 +11,17 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from specdec.ops.norms import accumulate_dtype
 from specdec.round.proposer import ChainProposer
 
 #: Tokens that a bounded law keeps.
 BOUND = 64
 _GREATEST_DENORMAL = 2.0**-126 - 2.0**-149
+
+
+def _rows(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits of real ids, [B, V] in the accumulate dtype."""
+    return logits[:, :vocab_size].to(accumulate_dtype(logits.dtype))
 
 
 @frozen(kw_only=True, eq=False)
@@ -41,9 +47,7 @@ class GumbelProposer(ChainProposer):
 
     def _shifted(self, logits: Tensor) -> Tensor:
         """(logit − greatest) / temperature, [B, V] float64 for float64 logits, else float32."""
-        rows = logits[:, : self.vocab_size]
-        if rows.dtype != torch.float64:
-            rows = rows.to(torch.float32)
+        rows = _rows(logits, self.vocab_size)
         return (rows - rows.amax(-1, keepdim=True)) / self.params.temperature.unsqueeze(1)
 
 
@@ -56,9 +60,7 @@ class BoundedProposer(ChainProposer):
     def law(self, logits: Tensor) -> Tensor:
         """Softmax over the tokens that are kept, 0 elsewhere, [B, V] float32; greedy lanes and rows without a finite greatest
         logit as for ``GumbelProposer``."""
-        rows = logits[:, : self.vocab_size]
-        if rows.dtype != torch.float64:
-            rows = rows.to(torch.float32)
+        rows = _rows(logits, self.vocab_size)
         descending, order = rows.sort(dim=-1, descending=True, stable=True)
         best, ids = descending[:, : self.bound], order[:, : self.bound]
         e = ((best - best[:, :1]) / self.params.temperature.unsqueeze(1)).exp().to(torch.float32)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specdec.checkpoint.tokenizer import TextStream
 
 #: Strings of one request. Each is followed through every character of the output by the host, while the device waits for the
-#: next round; four times the four of the OpenAI API leaves that at some ten microseconds a token.
+#: next round; four times the four that the OpenAI API allows.
 MAX_STOP_STRINGS = 16
 
 

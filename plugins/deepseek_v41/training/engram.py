@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from training.storage import hash_tables
 
 _MAX = 2**63 - 1
 # Stands for a lone space while the ends of a text are stripped.
@@ -58,16 +59,6 @@ def multipliers(layer: int, vocabulary: int, count: int) -> list[int]:
     return (drawn * 2 + 1).tolist()
 
 
-def primes(base: int, count: int) -> list[int]:
-    """The first ``count`` primes from ``base`` on."""
-    found, candidate = [], base
-    while len(found) < count:
-        if candidate > 1 and all(candidate % d for d in range(2, int(candidate**0.5) + 1)):
-            found.append(candidate)
-        candidate += 1
-    return found
-
-
 class Lookup:
     """Table rows of one layer: n-gram size outer, head inner."""
 
@@ -75,7 +66,7 @@ class Lookup:
         sizes, heads = config["engram_max_ngram_size"], config["engram_n_heads"]
         count = (sizes - 1) * heads
         vocabulary, layer = config["engram_compressed_vocab_size"], config["engram_layer_ids"][ordinal]
-        own = primes(config["engram_vocab_size"], count * (ordinal + 1))[-count:]
+        own = hash_tables.primes(base=config["engram_vocab_size"], heads=count, ordinal=ordinal)
         self.heads, self.multipliers = heads, multipliers(layer, vocabulary, sizes)
         self.primes = torch.tensor(own, device=device)
         self.offsets = self.primes.cumsum(0) - self.primes

@@ -3,14 +3,12 @@
 import math
 
 import torch
+from training.storage import calibration as scaling
 
 from plugins.deepseek_v41.training import layers, objectives
 from plugins.deepseek_v41.training.model import Model
 from training import evaluation
 
-# The grid and the bins of sequential temperature scaling.
-GRID = tuple(10.0 ** ((step - 20) / 20) for step in range(41))
-BINS = 15
 # Rows of each window that are left out, and tokens for each anchor.
 _SKIP, _SPACING = 32, 8
 
@@ -45,19 +43,23 @@ def acceptance(accepted: torch.Tensor) -> dict:
 
 def calibration_error(forecast: torch.Tensor, survival: torch.Tensor) -> float:
     """Expected calibration error of ``forecast [n]`` against the probability of the event, over equal bins."""
-    bins = (forecast * BINS).long().clamp_max(BINS - 1)
-    gap = torch.zeros_like(forecast[:1]).repeat(BINS).scatter_add(0, bins, forecast - survival)
+    bins = (forecast * scaling.BINS).long().clamp_max(scaling.BINS - 1)
+    gap = torch.zeros_like(forecast[:1]).repeat(scaling.BINS).scatter_add(0, bins, forecast - survival)
     return float(gap.abs().sum() / forecast.numel())
 
 
 def calibration(accepted: torch.Tensor, confidence: torch.Tensor) -> dict:
-    """Temperatures of the confidences ``[n, L]``, fitted slot after slot to the survival of the block's prefixes."""
+    """Temperatures of the confidences ``[n, L]``, fitted slot after slot to the survival of the block's prefixes.
+
+    The fit of ``specdec.control.calibration`` with its grid and bins, in tensors and for probabilities of acceptance: rounds have
+    outcomes, teacher-forced text has what they are drawn from.
+    """
     survival, before = accepted.cumprod(-1), torch.sigmoid(confidence).cumprod(-1)
     running, temperatures, errors = torch.ones_like(survival[:, 0]), [], []
     for slot in range(accepted.shape[1]):
-        forecasts = {t: running * torch.sigmoid(confidence[:, slot] / t) for t in GRID}
+        forecasts = {t: running * torch.sigmoid(confidence[:, slot] / t) for t in scaling.GRID}
         found = {t: calibration_error(forecast, survival[:, slot]) for t, forecast in forecasts.items()}
-        best = min(sorted(GRID, key=lambda t: abs(math.log(t))), key=lambda t: found[t])
+        best = min(sorted(scaling.GRID, key=lambda t: abs(math.log(t))), key=lambda t: found[t])
         running = forecasts[best]
         temperatures.append(round(best, 6))
         errors.append(found[best])

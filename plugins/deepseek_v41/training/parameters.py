@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import torch
+from training.storage import hash_tables
 
 from plugins.deepseek_v41.training import engram
 
@@ -38,7 +39,7 @@ def text_config(layers: int = LAYERS, *, budget: int = 1024, table_base: int = 1
     """
     sources, selectors, ratios = _sources(layers)
     lookups = 6
-    primes = engram.primes(table_base, 2 * lookups)
+    primes = hash_tables.primes(base=table_base, heads=2 * lookups, ordinal=0)
     return {
         "model_type": "deepseek_v41_text",
         "dtype": "bfloat16",

@@ -17,8 +17,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from training.directory import export_command, write_directory  # noqa: E402
+from training.storage import csf  # noqa: E402
 
-from plugins.glm53.training import card, csf  # noqa: E402
+from plugins.glm53.training import card  # noqa: E402
 from plugins.glm53.training.parameters import FLOAT32, TEXT, initialise, text_config  # noqa: E402
 from plugins.glm53.training.quantisation import of_drafter  # noqa: E402
 from training.quantisation import expert_tensors, is_expert  # noqa: E402

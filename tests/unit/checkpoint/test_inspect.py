@@ -1,14 +1,12 @@
 """``specdec inspect`` on a sparse full-size checkpoint, and on small ones with faults."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from attrs import evolve
-from sparse_checkpoint import entries, write_sparse
+from sparse_checkpoint import entries, inspect_alone, write_sparse
 
 import specdec_qwen38
 from specdec.checkpoint import Checkpoint
@@ -41,26 +39,6 @@ SMALL = evolve(
 SMALL_CONFIG = {"model_type": "small_type"}
 
 
-# Run in its own process: what is imported and how many bytes are read would otherwise be anybody's.
-PROBE = """
-import contextlib, io, json, sys, time
-from types import SimpleNamespace
-from specdec.cli import inspect as command
-from specdec_qwen38.recipe import RECIPE
-command.recipe_book = lambda: SimpleNamespace(discovery=SimpleNamespace(recipes=(RECIPE,)))
-def bytes_read():
-    try:
-        return int(open("/proc/self/io").readline().split()[1])
-    except OSError:
-        return 0
-before, start, out = bytes_read(), time.perf_counter(), io.StringIO()
-with contextlib.redirect_stdout(out):
-    code = command.run(SimpleNamespace(directory=sys.argv[1], recipe=None, json=True))
-print(json.dumps({"code": int(code), "seconds": time.perf_counter() - start, "read": bytes_read() - before,
-    "heavy": sorted({"torch", "numpy", "safetensors"} & set(sys.modules)), "result": json.loads(out.getvalue())}))
-"""
-
-
 def test_a_sparse_full_size_checkpoint_is_checked_by_its_headers(tmp_path):
     target, drafter = entries(target_inventory(REAL)), entries(mtp_inventory(REAL))
     half = len(target) // 2
@@ -72,14 +50,7 @@ def test_a_sparse_full_size_checkpoint_is_checked_by_its_headers(tmp_path):
     if sum(file.stat().st_blocks for file in files) * 512 > 1e9:
         pytest.skip("this file system has no sparse files")
 
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE, str(directory)],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
-    seen = json.loads(run.stdout)
+    seen = inspect_alone(directory, "specdec_qwen38.recipe")
     assert seen["code"] == 0 and seen["result"]["ok"] and seen["result"]["recipe"] == "qwen3.8-flash"
     parts = seen["result"]["parts"]
     assert (parts["drafter"]["found_count"], parts["drafter"]["found_bytes"]) == (4_637, 1_596_720_640)

@@ -66,10 +66,3 @@ def test_hopeless_estimates_stay_numbers() -> None:
 def test_impossible_outcomes_are_refused(verified: int, accepted: int) -> None:
     with pytest.raises(UsageError, match="accepted"):
         PrefixSurvival(3).observe(verified, accepted)
-
-
-def test_estimates_of_several_requests_are_averaged() -> None:
-    one, other = PrefixSurvival(2, prior=0.5), PrefixSurvival(2, prior=1.0)
-    assert PrefixSurvival.merged([one, other]) == pytest.approx((0.75, 0.625))
-    with pytest.raises(UsageError):
-        PrefixSurvival.merged([one, PrefixSurvival(3)])

@@ -1,13 +1,9 @@
 """``specdec inspect`` on a sparse full-size checkpoint, and on small ones in every form that loading reads."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 from deepseek_models import random_tensors, write_published_checkpoint
-from sparse_checkpoint import entries, write_sparse
+from sparse_checkpoint import entries, inspect_alone, write_sparse
 
 from specdec.checkpoint import Checkpoint
 from specdec.checkpoint.inspect import inspect_checkpoint
@@ -20,20 +16,6 @@ from specdec_deepseek_v41.recipe import RECIPE
 #: Stands for the vision tower.
 VISION = [("vision.blocks.0.attn.qkv.weight", (3072, 1024), "bfloat16", 6_291_456)]
 TOTALS = {"target": (93_418, 501_382_611_408), "drafter": (2_401, 7_932_874_632)}
-
-# Run in its own process: what is imported would otherwise be anybody's.
-PROBE = """
-import contextlib, io, json, sys, time
-from types import SimpleNamespace
-from specdec.cli import inspect as command
-from specdec_deepseek_v41.recipe import RECIPE
-command.recipe_book = lambda: SimpleNamespace(discovery=SimpleNamespace(recipes=(RECIPE,)))
-start, out = time.perf_counter(), io.StringIO()
-with contextlib.redirect_stdout(out):
-    code = command.run(SimpleNamespace(directory=sys.argv[1], recipe=None, json=True))
-print(json.dumps({"code": int(code), "seconds": time.perf_counter() - start,
-    "heavy": sorted({"torch", "numpy", "safetensors"} & set(sys.modules)), "result": json.loads(out.getvalue())}))
-"""
 
 
 def config(geometry):
@@ -52,14 +34,7 @@ def test_a_sparse_full_size_checkpoint_is_checked_by_its_headers(tmp_path, form)
     if sum(file.stat().st_blocks for file in files) * 512 > 1e9:
         pytest.skip("this file system has no sparse files")
 
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE, str(directory)],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
-    seen = json.loads(run.stdout)
+    seen = inspect_alone(directory, "specdec_deepseek_v41.recipe")
     result = seen["result"]
     assert seen["code"] == 0 and result["ok"] and result["recipe"] == "deepseek-v4.1-flash"
     for name, totals in TOTALS.items():

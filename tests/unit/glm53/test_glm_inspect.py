@@ -1,13 +1,10 @@
 """``specdec inspect`` on sparse full-size checkpoints in both codings of the scales, and on small ones in every storage."""
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 from attrs import evolve
-from sparse_checkpoint import entries, write_sparse
+from sparse_checkpoint import entries, inspect_alone, write_sparse
 
 from specdec.checkpoint import Checkpoint
 from specdec.checkpoint.inspect import inspect_checkpoint
@@ -35,21 +32,6 @@ def config(geometry):
     return {"model_type": "glm5_next", "text_config": geometry.to_config()}
 
 
-# Run in its own process: what is imported would otherwise be anybody's.
-PROBE = """
-import contextlib, io, json, sys, time
-from types import SimpleNamespace
-from specdec.cli import inspect as command
-from specdec_glm53.recipe import RECIPE
-command.recipe_book = lambda: SimpleNamespace(discovery=SimpleNamespace(recipes=(RECIPE,)))
-start, out = time.perf_counter(), io.StringIO()
-with contextlib.redirect_stdout(out):
-    code = command.run(SimpleNamespace(directory=sys.argv[1], recipe=None, json=True))
-print(json.dumps({"code": int(code), "seconds": time.perf_counter() - start,
-    "heavy": sorted({"torch", "numpy", "safetensors"} & set(sys.modules)), "result": json.loads(out.getvalue())}))
-"""
-
-
 @pytest.mark.parametrize(
     ("target", "experts", "drafter", "drafter_totals"),
     [
@@ -73,14 +55,7 @@ def test_a_sparse_full_size_checkpoint_is_checked_by_its_headers(tmp_path, targe
     if sum(file.stat().st_blocks for file in files) * 512 > 1e9:
         pytest.skip("this file system has no sparse files")
 
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE, str(directory)],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
-    seen = json.loads(run.stdout)
+    seen = inspect_alone(directory, "specdec_glm53.recipe")
     result = seen["result"]
     assert seen["code"] == 0 and result["ok"] and result["recipe"] == "glm-5.3-flash"
     expected = {"target": (DENSE[0] + experts[0], DENSE[1] + experts[1]), "drafter": drafter_totals}

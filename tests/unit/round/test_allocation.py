@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
+from admission import admit_while_improving
 
-from specdec.control.admission import admit_while_improving
 from specdec.round.allocation import PackedRows, admit_top, calibrated, prefix_survival
 from specdec.state.requests import CONSUMED, INTEGER_COLUMNS, Lanes
 from specdec.testing import CapturableGuard

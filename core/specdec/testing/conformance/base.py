@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +13,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from specdec.drafting.recursive import RecursiveDrafter
 from specdec.interfaces import Drafter
 from specdec.recipes import recipe_book
 from specdec.serving.model import embedded_checkpoint
-from specdec.testing.conformance.bench import Bench
+from specdec.testing.conformance.bench import Bench, replaced
 from specdec.testing.conformance.draws import Proposals
 from specdec.testing.conformance.driver import Driver
 from specdec.testing.conformance.prompts import lively_prompts
@@ -34,6 +35,21 @@ class DraftStep:
 
     residual: Tensor
     output: Tensor
+
+
+@contextmanager
+def recorded_steps(drafter: RecursiveDrafter[Any]) -> Iterator[list[DraftStep]]:
+    """Inside the block every call of the drafter's ``step`` leaves its feedback and its output in the list."""
+    steps: list[DraftStep] = []
+    step = drafter.step
+
+    def recorded(feedback: Tensor, tokens: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+        output, logits = step(feedback, tokens, plan)
+        steps.append(DraftStep(residual=feedback.clone(), output=output.clone()))
+        return output, logits
+
+    with replaced(drafter, "step", recorded):
+        yield steps
 
 
 class Conformance:
@@ -88,8 +104,11 @@ class Conformance:
 
     @classmethod
     def draft_steps(cls, bench: Bench) -> AbstractContextManager[list[DraftStep]] | None:
-        """Records the recursive steps of the drafter inside a block, in order; None if the drafter has none."""
-        return None
+        """Records the recursive steps of the drafter inside a block, in order; None if the drafter has none.
+
+        Known for a ``RecursiveDrafter``; a drafter with recursive steps of its own overrides this.
+        """
+        return recorded_steps(bench.drafter) if isinstance(bench.drafter, RecursiveDrafter) else None
 
     # --- parameters and fixtures ---------------------------------------------------------------------------------------
 

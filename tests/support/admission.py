@@ -1,8 +1,7 @@
-"""Draft lengths from forecasts and measured speed: how many target rows a batch is worth. Torch-free.
+"""Draft lengths from forecasts and measured speed, by the greedy rule with a stop: what packed rounds are compared with.
 
-A round itself admits drafts by the top-P rule under a capacity that was fixed before its drafts were drawn
-(``specdec.round.allocation``). This is the rule that prices a row: it admits as long as the next draft raises expected
-throughput.
+The rule prices a row: it admits as long as the next draft raises expected throughput. Rounds themselves admit by the top-P rule
+under a capacity that was fixed before their drafts were drawn.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-#: Drafts of a smaller survival are never verified: a row costs more than it can bring.
-LEAST_SURVIVAL = 1e-6
+from specdec.round.allocation import LEAST_SURVIVAL
 
 
 @frozen(kw_only=True)
