@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,8 @@ class Capacities:
 
     slots: requests that can be resident (R). context: most tokens of one request, prompt and output. pages: 64-token pages of
     each paged pool, trash page not counted. max_draft_tokens: the history horizon is this plus one whatever a round uses.
-    dtype: torch dtype name of activations and weights, e.g. "float32". prefill_rows: most rows of one prompt chunk.
+    draft_tokens: most drafts of a prepared round, by default ``max_draft_tokens``; the length of a block where the drafter works
+    in blocks. dtype: torch dtype name of activations and weights, e.g. "float32". prefill_rows: most rows of one prompt chunk.
     """
 
     slots: int
@@ -38,6 +39,7 @@ class Capacities:
     max_draft_tokens: int
     dtype: str
     prefill_rows: int
+    draft_tokens: int = field(default=Factory(lambda self: self.max_draft_tokens, takes_self=True))
 
 
 @runtime_checkable

@@ -57,7 +57,8 @@ def main() -> int:
     context = args.prompt_tokens + args.new_tokens
     options = {"concurrency": 1, "context": context, "adaptive_verification": False}
     maximum = recipe.max_draft_tokens
-    speculative = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, max_draft_tokens=maximum, **options))
+    widths = range(1, maximum + 2)
+    speculative = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, speculative_widths=widths, **options))
     plain = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, speculative=False, **options))
     requests = heldout_requests(
         speculative, files=args.files, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens

@@ -77,9 +77,11 @@ class Greedy:
 class Model:
     """Target and drafter with three slots."""
 
-    def __init__(self, directory: Path, *, qdq: bool = True) -> None:
+    def __init__(self, directory: Path, *, qdq: bool = True, length: int = 7) -> None:
         self.driver = Driver(directory, qdq=qdq)
-        capacities = Capacities(slots=3, context=120, pages=6, max_draft_tokens=7, dtype="float64", prefill_rows=120)
+        capacities = Capacities(
+            slots=3, context=120, pages=6, max_draft_tokens=7, dtype="float64", prefill_rows=120, draft_tokens=length
+        )
         with Checkpoint.open(directory) as checkpoint:
             self.drafter = DsparkDrafter(checkpoint, self.driver.target, capacities, qdq=qdq)
 
@@ -125,7 +127,7 @@ def test_windows_after_the_prompt(golden: Path, qdq: bool, chunks: tuple[int, ..
 @pytest.mark.parametrize(("qdq", "length"), DRAFTS)
 @torch.inference_mode()
 def test_drafts_and_confidences(golden: Path, qdq: bool, length: int) -> None:
-    model = Model(golden, qdq=qdq)
+    model = Model(golden, qdq=qdq, length=length)
     model.prefill(0, GOLDEN_PROMPT)
     proposer, forecasts = model.draft({0: ANCHOR}, length)
     tokens, confidences = DRAFTS[qdq, length]
@@ -135,11 +137,23 @@ def test_drafts_and_confidences(golden: Path, qdq: bool, length: int) -> None:
         assert [prob for (prob,) in proposer.probs] == pytest.approx(LAW, abs=1e-9)
 
 
+@pytest.mark.parametrize(("length", "drafts"), [(7, 1), (7, 3), (5, 4)])
+@torch.inference_mode()
+def test_fewer_drafts_than_the_block_are_its_first_ones(golden: Path, length: int, drafts: int) -> None:
+    """A round of few drafts runs the whole prepared block: its drafts are not those of a shorter block."""
+    model = Model(golden, length=length)
+    model.prefill(0, GOLDEN_PROMPT)
+    proposer, forecasts = model.draft({0: ANCHOR}, drafts)
+    tokens, confidences = DRAFTS[True, length]
+    assert [token for (token,) in proposer.tokens] == tokens[:drafts]
+    assert forecasts[0].tolist() == pytest.approx(confidences[:drafts], abs=2e-7)
+
+
 @pytest.mark.parametrize("taken", AFTER)
 @torch.inference_mode()
 def test_drafts_after_a_forced_verification(golden: Path, taken: int) -> None:
     """Windows of committed rows only, whatever was verified behind them."""
-    model = Model(golden)
+    model = Model(golden, length=5)
     model.prefill(2, GOLDEN_PROMPT)
     model.round(2, FORCED, taken)
     consumed, tokens, confidences = AFTER[taken]
@@ -200,7 +214,7 @@ def test_lanes_do_not_see_each_other(golden: Path) -> None:
 @torch.inference_mode()
 def test_a_forecast_looks_at_no_later_token(golden: Path) -> None:
     """Another token at depth d changes forecasts behind d and none up to it."""
-    model = Model(golden)
+    model = Model(golden, length=5)
     model.prefill(0, GOLDEN_PROMPT)
 
     def forecasts(tokens: list[int]) -> list[float]:

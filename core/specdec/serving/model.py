@@ -233,6 +233,7 @@ class LoadedModel:
                 max_draft_tokens=recipe.max_draft_tokens,
                 dtype=dtype,
                 prefill_rows=config.prefill_tokens[-1],
+                draft_tokens=config.max_draft_tokens,
             )
             target = hooks.build_target_state(checkpoint=checkpoint, capacities=capacities, device=where)
             drafter = None

@@ -4,9 +4,10 @@
     block: pending token at its own position N, then noise tokens;  h = last collapse,  U = rms(h) Wheadᵀ
     logits_k = U_{k−1} + G e_k,  e_k = E[x_{k−1}],  x_0 pending;  c_k = σ(w · (h_{k−1} | e_k))
 
-A block is evaluated at its full length, which is the number of drafts the round draws; its length changes every proposal. Rows of
-a block are not kept: history is the window of each stage, N inputs of it, and it needs no token that is not consumed. c_k looks
-at no token from x_k on. Source: official inference code of the release.
+A block has L rows, the preparation's draft-token maximum, and is evaluated at its full length whatever number of drafts D ≤ L a
+round draws: the block is noncausal, so its length changes every proposal. Rows of a block are not kept: history is the window of
+each stage, N inputs of it, and it needs no token that is not consumed. c_k looks at no token from x_k on. Source: official
+inference code of the release.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class DsparkDrafter:
         self.transition = last.precise_vector("markov_head.head.weight", g.vocab_size, rank)
         self.confidence = last.precise_vector("confidence_head.proj.weight", 1, g.hidden_size + rank)
         self._first_read = first_read(g, self.projection_scale)
-        self._noise = torch.full((1, layout.max_draft_tokens), g.dspark_noise_token_id, device=device)
+        #: L, rows of a block.
+        self.block_length = capacities.draft_tokens
+        self._noise = torch.full((1, max(self.block_length - 1, 0)), g.dspark_noise_token_id, device=device)
         self._steps = torch.arange(max(self.store.horizon, g.sliding_window), device=device)
 
     @classmethod
@@ -77,11 +80,12 @@ class DsparkDrafter:
         return cls(checkpoint, target, capacities)
 
     def temperatures(self, draft_tokens: int) -> tuple[float, ...]:
-        """Calibration of a block of this length, from a file beside the weights; all 1 without one. Host side, preparation only.
+        """Calibration of a block's first drafts, from its length's file beside the weights; all 1 without one. Host side,
+        preparation only.
 
         Raises CheckpointError if the file is not usable.
         """
-        return read_temperatures(self.folder, draft_tokens)
+        return read_temperatures(self.folder, self.block_length)[:draft_tokens]
 
     # --- history -----------------------------------------------------------------------------------------------------
 
@@ -110,11 +114,11 @@ class DsparkDrafter:
         self.store.write_row("rows", slot, first + rows)
 
     def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> Tensor | None:
-        """See ``Drafter.propose``. A block of ``draft_tokens`` rows; nothing is run for 0."""
+        """See ``Drafter.propose``. The whole block is run, and nothing for 0 drafts."""
         self._check_history(lanes.slots, lanes.consumed)
         if draft_tokens == 0:
             return None
-        hidden = self._run_block(lanes, draft_tokens)
+        hidden = self._run_block(lanes)[:, :draft_tokens]
         precise = self.transition.dtype
         vector = rms_norm(hidden, self.final_scale, self.geometry.rms_norm_eps)
         base = F.linear(vector.to(self.target.head.dtype), self.target.head)
@@ -125,10 +129,10 @@ class DsparkDrafter:
         seen = torch.cat([hidden.to(precise), torch.stack(embedded, dim=1)], dim=-1)
         return torch.sigmoid(F.linear(seen, self.confidence).squeeze(-1)).to(torch.float32)
 
-    def _run_block(self, lanes: Lanes, length: int) -> Tensor:
+    def _run_block(self, lanes: Lanes) -> Tensor:
         """Collapsed streams [B, L, H] behind the last stage, before its norm."""
-        extent, count = self.geometry.sliding_window, lanes.count
-        noise = self._noise[:, : length - 1].expand(count, -1)
+        extent, count, length = self.geometry.sliding_window, lanes.count, self.block_length
+        noise = self._noise.expand(count, -1)
         tokens = torch.cat([lanes.pending.unsqueeze(1), noise], dim=1)
         positions = lanes.consumed.unsqueeze(1) + self._steps[:length]
         rotation = self.target.plain_table.at(positions.flatten())

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def build_round(
     recipe: Recipe, target: DeepseekTarget, drafter: DsparkDrafter | None, shape: RoundShape, arena: Arena
 ) -> AllocatedRound | None:
-    """The round of one shape; None for shapes without drafts. The drafted block is as long as the shape has drafts.
+    """The round of one shape; None for shapes without drafts.
 
-    Raises CheckpointError if the checkpoint's calibration file for this length is not usable.
+    Raises CheckpointError if the checkpoint's calibration file for the block's length is not usable.
     """
     if drafter is None or shape.draft_tokens == 0:
         return None
