@@ -58,7 +58,9 @@ def main() -> int:
     options = {"concurrency": 1, "context": context, "adaptive_verification": False}
     maximum = recipe.max_draft_tokens
     widths = range(1, maximum + 2)
-    speculative = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, speculative_widths=widths, **options))
+    speculative = LoadedModel.prepare(
+        recipe, PreparationConfig.for_recipe(recipe, speculative_widths=widths, **options)
+    )
     plain = LoadedModel.prepare(recipe, PreparationConfig.for_recipe(recipe, speculative=False, **options))
     requests = heldout_requests(
         speculative, files=args.files, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens

@@ -13,6 +13,7 @@ import torch
 from deepseek_conformance import write_serving_checkpoint
 from serving_runs import run_all, tokens_of
 
+from specdec.control.survival import PrefixSurvival
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.round.allocated import AllocatedRound
@@ -106,6 +107,28 @@ def test_forecasts_ride_with_emissions(prepared: Prepare) -> None:
     for model in (prepared(drafts=None),):
         plain = run_all(Generator(model), requests()[:1])
         assert all(event.forecasts is None for event in plain[0])
+
+
+def test_historical_survival_learns_from_outcomes_and_not_from_forecasts(prepared: Prepare) -> None:
+    """Two calibrations forecast differently; with rows for every draft they verify alike, and history is the same."""
+    model = prepared()
+    learned, forecasts = [], []
+    scaled = [captured for captured in model.rounds.values() if isinstance(captured, AllocatedRound)]
+    kept = [captured.temperatures for captured in scaled]
+    try:
+        for temperature in (1.0, 3.0):
+            for captured in scaled:
+                captured.temperatures = torch.full((7,), temperature)
+            generator = Generator(model)
+            emissions = run_all(generator, requests())
+            assert generator.survival is not None
+            learned.append(generator.survival.values)
+            forecasts.append([event.forecasts for events in emissions.values() for event in events])
+    finally:
+        for captured, temperatures in zip(scaled, kept, strict=True):
+            captured.temperatures = temperatures
+    assert forecasts[0] != forecasts[1]
+    assert learned[0] == learned[1] != PrefixSurvival(7).values
 
 
 def test_rounds_with_few_rows_verify_less_than_was_offered(prepared: Prepare) -> None:

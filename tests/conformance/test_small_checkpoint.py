@@ -13,8 +13,12 @@ from specdec.serving.model import LoadedModel
 from specdec.serving.request import Emission
 from specdec.serving.statistics import DraftStatistics
 
-#: Temperature, top-k and top-p of the real model's generation defaults.
-DEFAULTS = {"qwen3.8-flash": (1.0, 20, 0.95), "glm-5.3-flash": (1.0, 0, 0.95)}
+#: Temperature, top-k and top-p of the real model's generation defaults; tokens a round at the recipe's default drafts.
+DEFAULTS = {
+    "qwen3.8-flash": ((1.0, 20, 0.95), 2.0),
+    "glm-5.3-flash": ((1.0, 0, 0.95), 2.0),
+    "deepseek-v4.1-flash": ((1.0, 0, 1.0), 2.2),
+}
 
 
 @pytest.fixture(scope="module", params=DEFAULTS)
@@ -25,10 +29,11 @@ def model(request):
     return LoadedModel.prepare(recipe, config)
 
 
-def test_five_drafts_emit_at_least_two_tokens_a_round(model):
+def test_default_drafts_emit_at_least_two_tokens_a_round(model):
+    defaults, least = DEFAULTS[model.recipe.name]
     requests = heldout_requests(model, files=12, prompt_tokens=200, new_tokens=96)
     sampling = requests[0].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == DEFAULTS[model.recipe.name]
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == defaults
     statistics, first = DraftStatistics(), set()
     for event in Generator(model).run(requests):
         if isinstance(event, Emission):
@@ -36,7 +41,7 @@ def test_five_drafts_emit_at_least_two_tokens_a_round(model):
             statistics.add(event.completion, in_round=event.request in first)
             first.add(event.request)
     assert statistics.tokens > 700
-    assert statistics.tokens_per_round >= 2.0
+    assert statistics.tokens_per_round >= least
     assert statistics.acceptance_by_depth[0] >= 0.58
-    # depths two to five are useful too: recursion holds up
-    assert min(statistics.acceptance_by_depth) >= 0.5
+    # depths two to five are useful too: recursion, or the block, holds up
+    assert min(statistics.acceptance_by_depth[:5]) >= 0.5

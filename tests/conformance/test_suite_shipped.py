@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from deepseek_conformance import DeepseekFacts
 from glm_conformance import GlmFacts
 from qwen_conformance import QwenFacts
 
@@ -17,3 +18,7 @@ class TestShippedQwen38(QwenFacts, RoundConformance):
 
 class TestShippedGlm53(GlmFacts, RoundConformance):
     """Every standard test on seventeen trained layers, coded scales and quantised activations included."""
+
+
+class TestShippedDeepseekV41(DeepseekFacts, RoundConformance):
+    """Every standard test on sixteen trained layers: both compressions, Engram tables and a block drafter."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from attrs import define
 
+from specdec.control.survival import PrefixSurvival
 from specdec.errors import CapacityError, UsageError
 from specdec.round.completion import METADATA_FIELDS, Completion, Field, Finish
 from specdec.sampling.logprobs import LogprobColumn
@@ -97,6 +98,8 @@ class Generator:
         self._scores: PromptScores | None = None
         self._next_request = 0
         self._round = 0
+        #: How often drafted prefixes survived, learned from the outcomes of rounds alone; None where nothing is drafted.
+        self.survival = PrefixSurvival(model.config.max_draft_tokens) if model.config.max_draft_tokens else None
 
     def submit(self, request: Request) -> int:
         """Queues a request and returns its number.
@@ -394,6 +397,8 @@ class Generator:
                 continue  # a late record: of a cancelled request, an earlier owner of the slot or an earlier round
             completion = Completion.parse(record)
             resident.started = True
+            if self.survival is not None and completion.verified:
+                self.survival.observe(completion.verified, completion.accepted)
             finish = completion.finish
             if finish is Finish.LENGTH and resident.context_bound:
                 finish = Finish.CONTEXT
