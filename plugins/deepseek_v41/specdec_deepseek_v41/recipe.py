@@ -9,8 +9,8 @@ from .geometry import REAL
 from .inventory import dspark_inventory, target_inventory
 from .state import drafter_layout, target_layout
 
-#: Rows of the longest drafted block. A preparation for fewer drafts has a shorter block: its length is no learned size. Rounds that
-#: draw fewer drafts than the preparation's maximum run the whole block.
+#: Rows of the longest drafted block. A preparation for fewer drafts has a shorter block, its length being no learned size; rounds
+#: that draw fewer drafts than were prepared run the whole block.
 MAX_DRAFT_TOKENS = 7
 
 RECIPE = Recipe(
