@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import specdec
 from deepseek_conformance import write_serving_checkpoint
+from safetensors.torch import load_file, save_file
 
 from specdec.cli.calibrate import PROMPT_TOKENS
 from specdec.control.calibration import GRID, calibration_file, read_temperatures
@@ -64,6 +65,52 @@ def test_texts_without_a_prompt_are_refused(
         capsys, "calibrate", RECIPE, "--checkpoint", checkpoint, "--out", tmp_path / "x.json", "--text", text
     )
     assert f"no prompt of {PROMPT_TOKENS} tokens" in found.refusal
+
+
+@pytest.mark.parametrize(
+    ("options", "room"), [(["--max-new-tokens", "4"], 4), (["--max-new-tokens", "40", "--context", "68"], 4)]
+)
+def test_continuations_too_short_for_a_whole_block_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, options: list[str], room: int
+) -> None:
+    """They would be generated for ever: no round could verify three drafts. One token more is enough."""
+    common = ["calibrate", RECIPE, "--checkpoint", checkpoint, "--out", tmp_path / "x.json", "--mtp-draft-tokens", 3]
+    found = specdec(capsys, *common, *options)
+    assert found.code == 2
+    assert f"a continuation has {room} tokens" in found.refusal and "all 3 drafts needs 5" in found.refusal
+    assert specdec(capsys, *common, "--max-new-tokens", 5, "--rounds", 30).code == 0
+
+
+def test_forecasts_too_low_for_a_whole_block_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
+) -> None:
+    """A drafter that expects nothing of its drafts never has all of them verified."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("confidence_head.proj.weight"))
+    tensors[name] *= 1000
+    save_file(tensors, folder / "model.safetensors")
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).write_bytes((checkpoint / file).read_bytes())
+    text = tmp_path / "text.txt"
+    text.write_text("def main(arguments):\n    return arguments\n" * 40)
+    found = specdec(
+        capsys,
+        "calibrate",
+        RECIPE,
+        "--checkpoint",
+        folder,
+        "--text",
+        text,
+        "--out",
+        tmp_path / "x.json",
+        "--max-new-tokens",
+        9,
+    )
+    assert found.code == 2
+    assert "64 continuations without a round that verified all 7 drafts" in found.refusal
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_the_file_holds_a_temperature_for_every_depth(

@@ -10,6 +10,7 @@ with the whole block in sight verifies a drafted A and not a drafted B, and emit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from specdec.round import allocated
 from specdec.round.allocated import AllocatedRound
 from specdec.round.allocation import admit_top
 from specdec.round.completion import Completion
+from specdec.round.proposer import ChainProposer
+from specdec.round.temperature_proposers import BoundedProposer, GumbelProposer
 from specdec.round.transaction import ChainRound
 from specdec.testing import CapturableGuard
 from specdec.testing.conformance.oracles import chi_square
@@ -65,17 +68,17 @@ def records(model: MarkovModel, number: int, slots: Sequence[int]) -> list[Compl
     return [Completion.parse(record) for record in model.arena.read_frame(number % 2, list(slots))]
 
 
-def outcomes(model: MarkovModel, drafts: int, rows: int, batches: int) -> list[tuple[int, ...]]:
+def outcomes(model: MarkovModel, drafts: int, rows: int, batches: int, lanes: int = LANES) -> list[tuple[int, ...]]:
     """First three tokens of many requests, all after token 0."""
-    round_, found = build(model, drafts, lanes=LANES, rows=rows), []
-    slots = list(range(LANES))
+    round_, found = build(model, drafts, lanes=lanes, rows=rows), []
+    slots = list(range(lanes))
     for batch in range(batches):
         tokens: dict[int, list[int]] = {slot: [] for slot in slots}
         for slot in slots:
-            model.admit(slot, [0], output=[0], budget=30, seed=batch * LANES + slot)
+            model.admit(slot, [0], output=[0], budget=30, seed=batch * lanes + slot)
         number = 0
         while any(len(emitted) < DEPTH for emitted in tokens.values()):
-            round_.submit(slots, [drafts] * LANES, number)
+            round_.submit(slots, [drafts] * lanes, number)
             for done in records(model, number, slots):
                 tokens[done.slot] += done.tokens
             number += 1
@@ -133,6 +136,42 @@ def test_the_law_holds_where_forecasts_follow_tokens(rows: int) -> None:
     confidence = torch.rand(3, 5, generator=torch.Generator().manual_seed(7))
     model = MarkovModel.build(target, drafter, slots=LANES, confidence=confidence)
     assert fit(outcomes(model, 3, rows, batches=60), target) > SIGNIFICANCE
+
+
+def _sampled(monkeypatch: pytest.MonkeyPatch, lanes: int, flat: bool) -> float:
+    """p-value of a model whose rounds of several lanes draft from two tokens of five. flat: what is kept is not what was drawn
+    from, but the mean of it and a uniform law."""
+
+    def draw(self: ChainProposer, depth: int, logits: Tensor) -> Tensor:
+        token = ChainProposer.draw(self, depth, logits)
+        if flat:
+            self.probs[:, depth] = (self.probs[:, depth] + 1 / self.vocab_size) / 2
+        return token
+
+    for proposer, options in ((BoundedProposer, {"bound": 2}), (GumbelProposer, {})):
+        kind = type(proposer.__name__, (proposer,), {"draw": draw})
+        monkeypatch.setattr(allocated, proposer.__name__, partial(kind, **options))
+    target, drafter = random_table(5, 1, spread=1.0), random_table(5, 2, spread=1.5)
+    confidence = torch.rand(3, 5, generator=torch.Generator().manual_seed(7)) * 0.5 + 0.5
+    model = MarkovModel.build(target, drafter, slots=LANES, confidence=confidence)
+    rows = 2 * lanes if lanes > 1 else 0
+    found = outcomes(model, 3, rows, batches=(60 * LANES if lanes > 1 else 1200) // lanes, lanes=lanes)
+    return fit(found, target)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lanes", [LANES, 1], ids=["bounded", "whole vocabulary"])
+def test_the_law_holds_for_the_proposals_of_every_batch(monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
+    """A bound that most tokens are outside of, and the Gumbel draw of a single lane. What a bounded law never proposes comes from
+    corrections alone."""
+    assert _sampled(monkeypatch, lanes, flat=False) > SIGNIFICANCE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lanes", [LANES, 1], ids=["bounded", "whole vocabulary"])
+def test_a_kept_law_that_was_not_drawn_from_is_noticed(monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
+    """The control."""
+    assert _sampled(monkeypatch, lanes, flat=True) < SIGNIFICANCE**2
 
 
 def _verified(model: MarkovModel, script: dict[int, list[int]], rows: int, lanes: int, drafts: int) -> list[int]:
@@ -218,6 +257,33 @@ def test_records_say_what_was_offered_and_what_was_verified(model: MarkovModel) 
         assert record.offered >= record.verified >= record.accepted >= record.emitted - 1
         assert record.verify_width == drafts + 1
     assert all(value != value for row in forecasts for value in row[drafts:]), "no forecasts beyond the round's depth"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("ceilings", "rows"), [([0, 0, 0, 0], 0), ([5, 5, 5, 5], 4)], ids=["no ceiling", "no room"])
+def test_a_round_that_may_verify_nothing_emits_one_token(model: MarkovModel, ceilings: list[int], rows: int) -> None:
+    """Pending tokens alone: the emitted tokens are those of rounds of width one, and forecasts are published."""
+    emitted = []
+    for allocates in (True, False):
+        for slot in range(4):
+            model.admit(slot, [slot], output=[slot], budget=30, seed=slot)
+        if allocates:
+            round_: ChainRound = build(model, 5, lanes=4, rows=rows)
+        else:
+            shape = RoundShape(batch=4, draft_tokens=0, verify_width=1)
+            round_ = ChainRound(target=model.target, drafter=None, shape=shape, arena=model.arena, max_draft_tokens=7)
+        tokens: list[list[int]] = []
+        for number in range(4):
+            round_.submit(list(range(4)), ceilings, number)
+            done = records(model, number, range(4))
+            assert all((record.verified, record.accepted, record.emitted) == (0, 0, 1) for record in done)
+            tokens += [list(record.tokens) for record in done]
+            if allocates:
+                assert [record.offered for record in done] == ceilings
+                forecasts = model.arena.read_forecasts(number % 2, list(range(4)))
+                assert all(0 < value < 1 for row in forecasts for value in row[:5])
+        emitted.append(tokens)
+    assert emitted[0] == emitted[1]
 
 
 @torch.inference_mode()

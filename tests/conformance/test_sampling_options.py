@@ -6,13 +6,20 @@ numbers. Drafts are scripted so that every accepted count occurs; counts are com
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from markov import MarkovModel, random_table
-from options_bench import GEOMETRY, PROMPTS, Bench, drafts_for
+from options_bench import (
+    COMBINATIONS,
+    GEOMETRY,
+    PROMPTS,
+    Bench,
+    assert_combinations_matter,
+    assert_counted,
+    drafts_for,
+)
 from options_oracle import plain_greedy
 from qwen_models import Prepared, prepare, write_random_checkpoint
 from round_driver import Driver
@@ -22,21 +29,6 @@ from specdec.testing.guard import CapturableGuard
 from specdec.testing.scripted import ScriptedDrafter
 
 BUDGET = 14
-STOPS = (1, 6, 12)
-#: Values that float32 holds exactly.
-OPTIONS: dict[str, Any] = {
-    "presence_penalty": 0.75,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.5,
-    "logit_bias": ((2, -1.5), (6, 1.25), (9, 0.5)),
-    "min_new_tokens": 6,
-    "stops": STOPS,
-}
-COMBINATIONS = [
-    {name: OPTIONS[name] for name in names}
-    for size in range(len(OPTIONS) + 1)
-    for names in itertools.combinations(OPTIONS, size)
-]
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +43,7 @@ def expected(bench: Bench) -> list[list[int]]:
 
 
 def test_the_combinations_matter(bench: Bench, expected: list[list[int]]) -> None:
-    """Each option alone changes some output, and outputs are not all alike; else equality below would say little."""
-    for name in OPTIONS:
-        alone = {name: OPTIONS[name]}
-        if name == "min_new_tokens":
-            alone["stops"] = STOPS
-        neutral = {"stops": STOPS} if name == "min_new_tokens" else {}
-        outputs = [
-            [plain_greedy(bench.logits_of, prompt, BUDGET, **options) for prompt in PROMPTS]
-            for options in (alone, neutral)
-        ]
-        assert outputs[0] != outputs[1], name
-    assert len({tuple(output) for output in expected}) > 24
-    assert {len(output) for output in expected} > {BUDGET}
-
-
-def assert_counted(model: Any, driver: Driver, slots: list[int]) -> None:
-    """Counts of running lanes are histograms of what they emitted; dead lanes left nothing on the spare row."""
-    table = model.arena.requests.options
-    for slot in driver.running(slots):
-        histogram = [driver.tokens(slot).count(token) for token in range(table.vocab_size)]
-        assert table.counts[slot].tolist() == histogram
-    spare = model.arena.slots
-    assert not table.counts[spare].any() and not table.prompt[spare].any() and not table.bias[spare].any()
+    assert_combinations_matter(bench.logits_of, BUDGET, expected)
 
 
 def run_scripted(model: Any, runs: list[tuple[list[int], dict[str, Any], list[int]]], drafts: int, seed: int) -> Driver:

@@ -2,7 +2,8 @@
 
 Target and drafter are tables of logits by last token, so the probability of everything that one round may do can be written
 down: which drafts are accepted, what a correction or a bonus token is. Thousands of rounds that differ in their seed only are
-counted against it. Controls compare the same counts with laws in which one rule is missing; they must fail.
+counted against it. Controls compare the same counts with laws in which one rule is missing; they must fail. Chain rounds and
+allocated ones: these draw from the temperature alone, by Gumbel noise or from a bounded law, and verify a part of the drafts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve, frozen
 from markov import MarkovModel, random_table
 from options_oracle import plain_law, shaped
 from round_driver import Driver
 from scipy.stats import chi2
 
 from specdec.interfaces import Proposer
+from specdec.round.allocated import AllocatedRound
+from specdec.round.proposer import ChainProposer
+from specdec.round.transaction import ChainRound
 from specdec.state.requests import SEED, Lanes
 
 VOCAB = 7
@@ -29,7 +34,7 @@ SIGNIFICANCE = 1e-3
 PROMPT, OUTPUT = [1, 4, 4, 2], [3, 0, 3]
 TARGET = random_table(VOCAB, 21, spread=1.2, dtype=torch.float32)
 DRAFTER = (TARGET + random_table(VOCAB, 22, spread=0.8, dtype=torch.float32)).contiguous()
-FILTERS: dict[str, Any] = {"temperature": 1.2, "min_p": 0.05}
+FILTERS: dict[str, Any] = {"temperature": 1.2, "min_p": 0.08, "top_k": 5, "top_p": 0.9}
 PENALTIES: dict[str, Any] = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.75,
@@ -38,6 +43,43 @@ PENALTIES: dict[str, Any] = {
 }
 
 Outcome = tuple[str, tuple[int, ...]]
+
+
+class OneLaneDraws(AllocatedRound):
+    """Many lanes that draw as a round of one lane does: Gumbel noise depends on seed and position, not on neighbours."""
+
+    def proposer(self, lanes: Lanes, uniforms: torch.Tensor) -> ChainProposer:
+        shape, self.shape = self.shape, evolve(self.shape, batch=1, packed_rows=0)
+        try:
+            return super().proposer(lanes, uniforms)
+        finally:
+            self.shape = shape
+
+
+@frozen(kw_only=True)
+class Kind:
+    """A class of rounds. draft_rows: see ``Driver``. verified: how many drafts are verified by which share of the lanes, if all
+    forecasts are the same: ties go to the smaller depth, then to the lower lane. proposals: filters that the draft law has."""
+
+    rounds: type[ChainRound]
+    draft_rows: int | None
+    verified: dict[int, float]
+    proposals: tuple[str, ...] = ("temperature",)
+
+    def model(self, table: torch.Tensor, confidence: torch.Tensor) -> MarkovModel:
+        forecasts = None if self.rounds is ChainRound else confidence
+        return MarkovModel.build(TARGET, table, slots=SLOTS, confidence=forecasts)
+
+    def driver(self, model: MarkovModel, drafter: Any = None) -> Driver:
+        return Driver(model, drafter=drafter, kind=self.rounds, draft_rows=self.draft_rows)
+
+
+KINDS = {
+    "chain": Kind(rounds=ChainRound, draft_rows=None, verified={2: 1.0}, proposals=tuple(FILTERS)),
+    "gumbel": Kind(rounds=OneLaneDraws, draft_rows=None, verified={2: 1.0}),
+    "bounded": Kind(rounds=AllocatedRound, draft_rows=SLOTS + SLOTS // 4, verified={1: 0.75, 2: 0.25}),
+}
+SAME_FORECASTS = torch.full((VOCAB,), 0.9)
 
 
 def law_after(tokens: tuple[int, ...], options: dict[str, Any], counted: tuple[int, ...] | None = None) -> np.ndarray:
@@ -49,29 +91,33 @@ def law_after(tokens: tuple[int, ...], options: dict[str, Any], counted: tuple[i
     return plain_law(shaped(TARGET[last].tolist(), PROMPT, output, **rest), **filters)
 
 
-def draft_law(tokens: tuple[int, ...], options: dict[str, Any]) -> np.ndarray:
-    """What the drafter draws from: the filters apply to it, the penalties do not."""
-    filters = {name: options[name] for name in FILTERS if name in options}
+def draft_law(tokens: tuple[int, ...], options: dict[str, Any], proposals: tuple[str, ...]) -> np.ndarray:
+    """What the drafter draws from: these filters apply to it, the penalties do not."""
+    filters = {name: options[name] for name in proposals if name in options}
     return plain_law(DRAFTER[tokens[-1] if tokens else OUTPUT[-1]].tolist(), **filters)
 
 
-def outcome_law(drafts: int, options: dict[str, Any], *, blind: bool = False) -> dict[Outcome, float]:
+def outcome_law(kind: Kind, options: dict[str, Any], *, blind: bool = False) -> dict[Outcome, float]:
     """Probability of every (class, tokens) of one round. blind: penalties that do not see the drafts before a row."""
     law: dict[Outcome, float] = {}
 
-    def go(prefix: tuple[int, ...], weight: float) -> None:
-        p = law_after(prefix, options, () if blind else None)
-        if len(prefix) == drafts:
-            for token in range(VOCAB):
-                law[(f"bonus after {drafts}", (*prefix, token))] = weight * p[token]
-            return
-        q = draft_law(prefix, options)
-        for token in range(VOCAB):
-            law[(f"corrected at {len(prefix)}", (*prefix, token))] = weight * max(p[token] - q[token], 0.0)
-            if min(p[token], q[token]) > 0:
-                go((*prefix, token), weight * min(p[token], q[token]))
+    def add(label: str, tokens: tuple[int, ...], weight: float) -> None:
+        law[label, tokens] = law.get((label, tokens), 0.0) + weight
 
-    go((), 1.0)
+    def go(prefix: tuple[int, ...], weight: float, verified: int) -> None:
+        p = law_after(prefix, options, () if blind else None)
+        if len(prefix) == verified:
+            for token in range(VOCAB):
+                add(f"bonus after {verified}", (*prefix, token), weight * p[token])
+            return
+        q = draft_law(prefix, options, kind.proposals)
+        for token in range(VOCAB):
+            add(f"corrected at {len(prefix)}", (*prefix, token), weight * max(p[token] - q[token], 0.0))
+            if min(p[token], q[token]) > 0:
+                go((*prefix, token), weight * min(p[token], q[token]), verified)
+
+    for verified, share in kind.verified.items():
+        go((), share, verified)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
     return law
 
@@ -129,10 +175,12 @@ def seeded_batches(model: MarkovModel, batches: int) -> Any:
         yield
 
 
-def play(drafts: int, options: dict[str, Any], drafter: Any = None, table: torch.Tensor = DRAFTER) -> Counter[Outcome]:
+def play(
+    kind: Kind, drafts: int, options: dict[str, Any], drafter: Any = None, table: torch.Tensor = DRAFTER
+) -> Counter[Outcome]:
     """Rounds that follow ``PROMPT`` and ``OUTPUT``, each with its own seed."""
-    model = MarkovModel.build(TARGET, table, slots=SLOTS)
-    driver = Driver(model, drafter=drafter(model.drafter) if drafter else None)
+    model = kind.model(table, SAME_FORECASTS)
+    driver = kind.driver(model, drafter(model.drafter) if drafter else None)
     observed: Counter[Outcome] = Counter()
     slots = list(range(SLOTS))
     with torch.inference_mode():
@@ -140,23 +188,29 @@ def play(drafts: int, options: dict[str, Any], drafter: Any = None, table: torch
             model.admit(slot, PROMPT, output=OUTPUT, budget=99, **options)
         for _ in seeded_batches(model, ROUNDS):
             for completion in driver.round(slots, drafts, extended=True):
-                full = completion.accepted == drafts
-                label = f"bonus after {drafts}" if full else f"corrected at {completion.accepted}"
+                full = completion.accepted == completion.verified
+                label = f"{'bonus after' if full else 'corrected at'} {completion.accepted}"
                 observed[(label, completion.tokens)] += 1
     return observed
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
 @pytest.fixture(scope="module")
-def observed() -> Counter[Outcome]:
+def observed(kind: Kind) -> Counter[Outcome]:
     torch.set_num_threads(1)
-    return play(2, {**FILTERS, **PENALTIES})
+    return play(kind, 2, {**FILTERS, **PENALTIES})
 
 
-def test_every_position_class_follows_the_law(observed: Counter[Outcome]) -> None:
+def test_every_position_class_follows_the_law(kind: Kind, observed: Counter[Outcome]) -> None:
     assert sum(observed.values()) >= 20_000
-    law = outcome_law(2, {**FILTERS, **PENALTIES})
+    law = outcome_law(kind, {**FILTERS, **PENALTIES})
     found = fits(observed, law)
-    assert set(found) == {"corrected at 0", "corrected at 1", "bonus after 2", "classes"}
+    bonus = {f"bonus after {verified}" for verified in kind.verified}
+    assert set(found) == {"corrected at 0", "corrected at 1", "classes"} | bonus
     assert min(found.values()) > SIGNIFICANCE, found
     # accepted drafts, by depth: every round that got past the draft, whatever followed
     for depth in range(2):
@@ -173,6 +227,8 @@ def test_every_position_class_follows_the_law(observed: Counter[Outcome]) -> Non
     "change",
     [
         {"min_p": 0.0},
+        {"top_k": 0},
+        {"top_p": 1.0},
         {"temperature": 1.1},
         {"presence_penalty": 0.0},
         {"frequency_penalty": 0.5},
@@ -183,17 +239,18 @@ def test_every_position_class_follows_the_law(observed: Counter[Outcome]) -> Non
     ],
     ids=str,
 )
-def test_a_law_without_one_of_the_rules_fails(observed: Counter[Outcome], change: dict[str, Any]) -> None:
+def test_a_law_without_one_of_the_rules_fails(kind: Kind, observed: Counter[Outcome], change: dict[str, Any]) -> None:
     """The control of every option, where it matters: no class may be blind to it."""
-    found = fits(observed, outcome_law(2, {**FILTERS, **PENALTIES, **change}))
+    found = fits(observed, outcome_law(kind, {**FILTERS, **PENALTIES, **change}))
     assert min(found.values()) < SIGNIFICANCE**2
 
 
-def test_penalties_that_do_not_see_the_drafts_fail(observed: Counter[Outcome]) -> None:
+def test_penalties_that_do_not_see_the_drafts_fail(kind: Kind, observed: Counter[Outcome]) -> None:
     """The control of prefixes: row 0 sees no draft, so its corrections fit either law; later rows do not."""
-    found = fits(observed, outcome_law(2, {**FILTERS, **PENALTIES}, blind=True))
-    assert found["corrected at 0"] > SIGNIFICANCE
-    assert found["corrected at 1"] < SIGNIFICANCE**2 and found["bonus after 2"] < SIGNIFICANCE**2
+    found = fits(observed, outcome_law(kind, {**FILTERS, **PENALTIES}, blind=True))
+    assert found.pop("corrected at 0") > SIGNIFICANCE
+    found.pop("classes")
+    assert max(found.values()) < SIGNIFICANCE**2
 
 
 class _WrongLaw:
@@ -205,15 +262,16 @@ class _WrongLaw:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> None:
-        self.inner.propose(lanes, draft_tokens, proposer)
+    def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> torch.Tensor | None:
+        forecasts = self.inner.propose(lanes, draft_tokens, proposer)
         proposer.probs.sqrt_()  # type: ignore[attr-defined]
         proposer.probs.div_(proposer.probs.sum(-1, keepdim=True))  # type: ignore[attr-defined]
+        return forecasts
 
 
-def test_a_wrong_draft_law_fails() -> None:
+def test_a_wrong_draft_law_fails(kind: Kind) -> None:
     options = {**FILTERS, **PENALTIES}
-    assert min(fits(play(2, options, _WrongLaw), outcome_law(2, options)).values()) < SIGNIFICANCE**2
+    assert min(fits(play(kind, 2, options, _WrongLaw), outcome_law(kind, options)).values()) < SIGNIFICANCE**2
 
 
 @pytest.mark.parametrize("drafts", range(4))
@@ -223,14 +281,17 @@ def test_a_bias_of_a_hundred_decides_every_class(drafts: int) -> None:
     # proposed often enough that it is accepted, and rejected for others often enough
     table = torch.zeros(VOCAB, VOCAB)
     table[:, favoured] = 1.5
-    found = play(drafts, {"min_p": 0.2, "logit_bias": {favoured: 100.0}}, table=table)
+    found = play(KINDS["chain"], drafts, {"min_p": 0.2, "logit_bias": {favoured: 100.0}}, table=table)
     assert {token for _, tokens in found for token in tokens} == {favoured}
     assert len({label for label, _ in found}) == drafts + 1
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 3])
-def test_first_tokens_and_rounds_together(drafts: int) -> None:
-    """From the first token on: the joint law of up to three tokens, with stop ids that only the third may be."""
+@pytest.mark.parametrize(
+    ("name", "drafts"), [*(("chain", drafts) for drafts in (0, 1, 3)), ("gumbel", 3), ("bounded", 2), ("bounded", 3)]
+)
+def test_first_tokens_and_rounds_together(name: str, drafts: int) -> None:
+    """From the first token on: the joint law of up to three tokens, with stop ids that only the third may be. What is verified
+    depends on what was drawn, by forecasts that follow tokens."""
     stops, depth = (0, 5), 3
     options: dict[str, Any] = {**FILTERS, **PENALTIES, "min_new_tokens": 2, "stops": stops}
 
@@ -251,8 +312,9 @@ def test_first_tokens_and_rounds_together(drafts: int) -> None:
         go((), 1.0)
         return law
 
-    model = MarkovModel.build(TARGET, DRAFTER, slots=SLOTS)
-    driver, slots, outcomes = Driver(model), list(range(SLOTS)), Counter()
+    confidence = torch.rand(7, VOCAB, generator=torch.Generator().manual_seed(7))
+    model = KINDS[name].model(DRAFTER, confidence)
+    driver, slots, outcomes = KINDS[name].driver(model), list(range(SLOTS)), Counter()
     with torch.inference_mode():
         for slot in slots:
             model.admit(slot, PROMPT, budget=16, **options)

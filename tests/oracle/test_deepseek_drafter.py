@@ -12,11 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 from deepseek_models import GOLDEN_PROMPT, write_golden_checkpoint
-from deepseek_target import Driver
+from deepseek_target import Driver, furthest
+from serving_runs import run_all, tokens_of
+from small_checkpoint import byte_tokenizer
 from torch import Tensor
 
 from specdec.checkpoint.reader import Checkpoint
 from specdec.interfaces import Capacities
+from specdec.preparation import PreparationConfig
+from specdec.recipes import recipe_book
+from specdec.round.allocated import AllocatedRound
+from specdec.round.allocation import PackedRows
+from specdec.sampling.params import SamplingParams
+from specdec.serving.generate import Generator
+from specdec.serving.model import LoadedModel
+from specdec.serving.request import Request
 from specdec.testing import CapturableGuard
 from specdec_deepseek_v41.drafter import DsparkDrafter
 
@@ -50,6 +60,7 @@ AFTER = {
     5: (46, [74, 303, 194, 129, 454], [0.883998990, 0.066604449, 0.086509152, 0.119087607, 0.048780316]),
 }
 FORCED = [324, 271, 1, 221, 303, 138]
+CONTINUATION = [324, 462, 506, 205, 246, 209, 207, 78, 443, 305, 4, 226, 71, 50, 38, 286]
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +198,51 @@ def test_widths_alternate_and_windows_equal_a_prompts(golden: Path) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_rounds_of_any_width_equal_one_prompt(golden: Path, seed: int) -> None:
+    """Two requests, lengths and commits at random, the first rounds before the window is full, everything that is not committed
+    overwritten: all fields of target and drafter, and drafts and forecasts, are those of one prompt."""
+    model, generator = Model(golden), torch.Generator().manual_seed(seed)
+    target, drafter = model.driver.target, model.drafter
+    text = torch.randint(0, 512, (2, 60), generator=generator)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for slot, length in enumerate((1 + seed, 14)):
+        model.prefill(slot, text[slot, :length].tolist())
+    for _ in range(12):
+        lengths = [draw(1, 8), draw(0, 8)]
+        taken = [draw(1, lengths[0]), draw(min(lengths[1], 1), lengths[1])]
+        taken = [min(count, 60 - at) for count, at in zip(taken, model.driver.consumed, strict=False)]
+        block = torch.randint(0, 512, (2, 8), generator=generator)
+        for slot, count in enumerate(taken):
+            at = model.driver.consumed[slot]
+            block[slot, :count] = text[slot, at : at + count]
+        for store in (target.store, drafter.store):
+            store.poison()
+        lanes = model.driver.lanes(0, 1, dead=[slot for slot in (0, 1) if not lengths[slot]])
+        rows = PackedRows.pack(lanes, torch.tensor(lengths).sub(1).clamp(min=0), width=8, rows=17, spare=3)
+        target.verify_rows(rows.gather(block), rows)
+        emitted = torch.tensor(taken)
+        drafter.absorb(lanes, torch.full((2, 8), -1), emitted)
+        drafter.commit(lanes, emitted)
+        model.driver.commit(lanes, taken)
+    assert min(model.driver.consumed[:2]) > 30
+    fresh = Model(golden)
+    for slot in (0, 1):
+        consumed = model.driver.consumed[slot]
+        fresh.prefill(slot, text[slot, :consumed].tolist())
+        assert furthest(model.driver.state(slot), fresh.driver.state(slot)) <= 1e-12
+        ours, theirs = (each.drafter.store["window"][:, slot, :16] for each in (model, fresh))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert int(drafter.store["rows"][0, slot]) == consumed
+        (drafts, forecasts), (wanted, expected) = (each.draft({slot: 9}, 7) for each in (model, fresh))
+        assert drafts.tokens == wanted.tokens
+        torch.testing.assert_close(forecasts, expected, rtol=1e-6, atol=1e-7)
+
+
+@torch.inference_mode()
 def test_a_block_reads_the_window_and_nothing_else(golden: Path) -> None:
     """Candidates behind the committed rows and rows before the first input do not reach a proposal."""
     model = Model(golden)
@@ -197,6 +253,24 @@ def test_a_block_reads_the_window_and_nothing_else(golden: Path) -> None:
     window[:, 0, :11] = 1e3
     after = model.draft({0: 9}, 7)
     assert torch.equal(before[1], after[1]) and before[0].probs == after[0].probs
+
+
+@pytest.mark.parametrize("consumed", [1, 2, 15, 16, 17])
+@torch.inference_mode()
+def test_a_block_reads_every_row_of_its_window(golden: Path, consumed: int) -> None:
+    """Shorter, as long as and longer than the window of sixteen: each of the min(N, 16) rows of each stage moves the forecasts,
+    the first input's among them, and no row before it does."""
+    model = Model(golden, length=5)
+    model.prefill(0, GOLDEN_PROMPT[:consumed])
+    window = model.drafter.store["window"]
+    before = model.draft({0: ANCHOR}, 5)[1]
+    for stage in range(3):
+        for row in range(16):
+            kept = window[stage, 0, row].clone()
+            window[stage, 0, row] += torch.linspace(-1, 1, 64, dtype=torch.float64)
+            moved = not torch.equal(model.draft({0: ANCHOR}, 5)[1], before)
+            assert moved == (row >= 16 - consumed), (stage, row)
+            window[stage, 0, row] = kept
 
 
 @torch.inference_mode()
@@ -269,3 +343,27 @@ def test_draft_programs_are_capturable(golden: Path) -> None:
         model.drafter.absorb(lanes, tokens, emitted)
         model.drafter.snapshot(lanes.slots, emitted)
         model.drafter.commit(lanes, emitted)
+
+
+@pytest.fixture(scope="module")
+def served(golden: Path) -> Path:
+    """With a tokenizer, which serving asks for and nothing here uses."""
+    byte_tokenizer().save(str(golden / "tokenizer.json"))
+    return golden
+
+
+@pytest.mark.parametrize("drafts", [5, 7])
+def test_served_greedy_output_is_the_golden_continuation(served: Path, drafts: int) -> None:
+    """Blocks of five and seven through allocated rounds: the golden tokens, forecasts and drafts of the first round."""
+    recipe = recipe_book().recipe("deepseek-v4.1-flash")
+    config = PreparationConfig.for_recipe(
+        recipe, concurrency=1, max_draft_tokens=drafts, context=80, adaptive_verification=False
+    )
+    model = LoadedModel.prepare(recipe, config, directory=served, dtype="float64")
+    request = Request(prompt=tuple(GOLDEN_PROMPT), sampling=SamplingParams(greedy=True), max_new_tokens=16, stop_ids=())
+    (emissions,) = run_all(Generator(model), [request]).values()
+    assert tokens_of(emissions) == CONTINUATION
+    # the first emission is the prompt's; its token is the anchor of the first block
+    assert emissions[1].forecasts == pytest.approx(DRAFTS[True, drafts][1], abs=2e-7)
+    assert emissions[1].completion.verified == (5 if drafts == 5 else 6), "a seventh survival of 7e-8 is not verified"
+    assert isinstance(model.rounds[1, drafts + 1], AllocatedRound)

@@ -26,7 +26,7 @@ from specdec.ops.moe import DenseMixture, GatheredMixture
 from specdec_deepseek_v41.attention import attend
 from specdec_deepseek_v41.engram import EngramTable
 from specdec_deepseek_v41.geometry import REAL, TINY
-from specdec_deepseek_v41.hyper_connection import collapse, expand, load_site
+from specdec_deepseek_v41.hyper_connection import HyperConnection, collapse, expand, load_site
 from specdec_deepseek_v41.indexer import candidate_rows
 from specdec_deepseek_v41.linear import Linear
 from specdec_deepseek_v41.mixture import load_mixture
@@ -135,6 +135,25 @@ def test_mixes_have_the_golden_values(weights):
         (0.3594955371, 0.2480014156, 0.2703169449, 0.1221851024),
     )
     close(comb[0], wanted, 1e-9)
+
+
+@torch.inference_mode()
+def test_mixes_of_printed_coefficients():
+    """Coefficients (i − 12) / 8, the columns of the mixing part multiplied by 1, −1, 2 and ½, without the product before them."""
+    base = (torch.arange(24, dtype=torch.float64) - 12) / 8
+    base[8:] = (base[8:].view(4, 4) * torch.tensor([1, -1, 2, 0.5], dtype=torch.float64)).flatten()
+    nothing, ones = torch.zeros(24, 512, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    site = HyperConnection.build(fn=nothing, base=base, scale=ones, iterations=20, hc_eps=1e-6, rms_eps=1e-20)
+    pre, post, comb = site.mixes(rows_of(1, 4, 128))
+    close(pre[0], (0.1824265, 0.2018142, 0.2227011, 0.2450860), 1e-7)
+    close(post[0], (0.5378828, 0.5884299, 0.6416426, 0.6972903), 1e-7)
+    wanted = (
+        (0.1654207, 0.5282139, 0.0621671, 0.2441973),
+        (0.2535499, 0.2978454, 0.1571017, 0.2915020),
+        (0.2985884, 0.1290358, 0.3050262, 0.2673486),
+        (0.2824400, 0.0449040, 0.4757040, 0.1969511),
+    )
+    close(comb[0], wanted, 1e-7)
 
 
 @torch.inference_mode()

@@ -260,6 +260,26 @@ def test_unwritten_pages_are_never_read(driver, tokens):
 
 
 @torch.inference_mode()
+def test_a_row_inside_a_group_writes_no_entry(driver, tokens):
+    """Only the row that completes a group does: two rows of a call that wrote one entry would leave either's values."""
+    driver.prefill(0, tokens[:40])
+    store = driver.target.store
+    ahead = store.page_table[0, :1], slice(20, 24)
+    for name in ("compressed_r2", "index_keys_r2"):
+        store[name][:, ahead[0], ahead[1]] = float("nan")
+    written = []
+    for block, taken in (([5], 1), ([6, 7], 0), ([6, 7], 2), ([8, 9, 10, 11], 4)):
+        driver.step(0, block, taken)
+        written.append(store["compressed_r2"][:, ahead[0], ahead[1]].isfinite().all(-1)[0, 0].tolist())
+    assert written == [
+        [False, False, False, False],
+        [True, False, False, False],
+        [True, False, False, False],
+        [True, True, True, False],
+    ]
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("taken", [1, 4, 8])
 def test_snapshot_between_verification_and_commit(driver, tokens, taken):
     """The state as if some of the rows were consumed, taken before all of them are; restored elsewhere it goes on alike."""

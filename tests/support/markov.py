@@ -121,8 +121,10 @@ class MarkovModel:
         slots: int = 4,
         extended: bool = True,
         confidence: Tensor | None = None,
+        grammar: bool = False,
     ) -> MarkovModel:
-        """Both tables are [V, V] logits. confidence: see ``ForecastingDrafter``; None for a drafter without forecasts."""
+        """Both tables are [V, V] logits. confidence: see ``ForecastingDrafter``; None for a drafter without forecasts. grammar:
+        with masks."""
         arena = Arena(
             slots=slots,
             max_draft_tokens=HORIZON,
@@ -131,6 +133,7 @@ class MarkovModel:
             extended=extended,
             vocab_size=target.shape[1],
             confidence_width=0 if confidence is None else HORIZON,
+            grammar=grammar,
         )
         own = (
             MarkovDrafter(drafter, slots=slots)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from importlib import resources
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ _DESCRIPTION = """Generates continuations of texts and fits, for each draft dept
 forecasts of acceptance match what happens. Half of the rounds are fitted, the other half judges the fit. The file is used where
 it lies in the checkpoint folder as draft_calibration_N.json, N being the number of drafts."""
 PROMPT_TOKENS = 64
+# Continuations in a row without a whole block verified, after which none is expected any more.
+_PATIENCE = 64
 
 
 def add_parser(subparsers: Any) -> None:
@@ -68,7 +70,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Collects, fits, writes and reports.
 
-    Raises UsageError for a recipe without forecasts, an option out of range or texts too short for the rounds asked for.
+    Raises UsageError for a recipe without forecasts, an option out of range, texts without a prompt, and continuations or
+    forecasts for which no round verifies a whole block.
     """
     from attrs import evolve
 
@@ -93,6 +96,13 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise UsageError(f"the texts hold no prompt of {PROMPT_TOKENS} tokens; give longer ones with --text")
     config = evolve(config, context=context_for(args, PROMPT_TOKENS, limit))
+    # the first token comes without drafts, and the last one of a round is no draft
+    room, needed = min(args.max_new_tokens, config.context - PROMPT_TOKENS), config.max_draft_tokens + 2
+    if room < needed:
+        raise UsageError(
+            f"a continuation has {room} tokens, and a round that verifies all {config.max_draft_tokens} drafts needs {needed}; "
+            "raise --max-new-tokens or --context"
+        )
     model = prepared_model(args, recipe, config)
     return _calibrate(args, model, prompts, options, out)
 
@@ -124,17 +134,29 @@ def _starts(tokens: Sequence[int]) -> range:
 
 
 def _requests(
-    args: argparse.Namespace, model: LoadedModel, prompts: Sequence[Sequence[int]], options: dict[str, Any]
+    args: argparse.Namespace,
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    options: dict[str, Any],
+    found: Sequence[Outcome],
 ) -> Iterator[Request]:
-    """Every prompt in turn, and all again with other seeds; stop ids end nothing, for a calibration has use for every round."""
+    """Every prompt in turn, and all again with other seeds; stop ids end nothing, for a calibration has use for every round.
+
+    found: what the requests have brought so far. Raises UsageError if many in a row bring nothing.
+    """
     from specdec.serving.request import Request
 
-    number = 0
-    while True:
-        for prompt in prompts:
-            sampling = model.defaults.sampling(**{**options, "seed": args.seed + number})
-            yield Request(prompt=tuple(prompt), sampling=sampling, max_new_tokens=args.max_new_tokens, ignore_eos=True)
-            number += 1
+    known = 0
+    for number, prompt in enumerate(cycle(prompts)):
+        if number and number % _PATIENCE == 0:
+            if len(found) == known:
+                raise UsageError(
+                    f"{_PATIENCE} continuations without a round that verified all {model.config.max_draft_tokens} drafts: "
+                    "forecasts of this drafter are too low at this depth; calibrate fewer drafts with --mtp-draft-tokens"
+                )
+            known = len(found)
+        sampling = model.defaults.sampling(**{**options, "seed": args.seed + number})
+        yield Request(prompt=tuple(prompt), sampling=sampling, max_new_tokens=args.max_new_tokens, ignore_eos=True)
 
 
 def _calibrate(
@@ -149,7 +171,7 @@ def _calibrate(
 
     forget_temperatures(model)
     found: list[Outcome] = []
-    for outcome in islice(outcomes(model, _requests(args, model, prompts, options)), args.rounds):
+    for outcome in islice(outcomes(model, _requests(args, model, prompts, options, found)), args.rounds):
         found.append(outcome)
         if len(found) % 200 == 0:
             say(f"specdec: {len(found)} of {args.rounds} rounds")

@@ -1,17 +1,29 @@
 """What commands write: results to standard output, messages to standard error.
 
-A message never continues a line of something else, and standard output that cannot be written is a refusal of one line.
+A message never continues a line of something else, and standard output or a file that cannot be written is a refusal of one
+line.
 """
 
 import io
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, UsageError
 
-__all__ = ["OutputError", "clear_progress", "discard", "progress", "replace_unwritable", "say", "write"]
+__all__ = [
+    "OutputError",
+    "check_writable",
+    "clear_progress",
+    "discard",
+    "progress",
+    "replace_unwritable",
+    "say",
+    "write",
+    "write_file",
+]
 
 # The streams whose last line is unfinished: text that is still generated, a progress line that is still rewritten.
 _streaming: TextIO | None = None
@@ -19,7 +31,7 @@ _progressing: TextIO | None = None
 
 
 class OutputError(SpecdecError):
-    """Standard output cannot be written: its device is full, or it was closed before the command began."""
+    """Standard output or a file cannot be written: its device is full, or it was closed before the command began."""
 
 
 def write(text: str, *, end: str = "\n") -> None:
@@ -93,3 +105,29 @@ def replace_unwritable() -> None:
     """Lets standard output show a ``?`` where its encoding lacks a character of the model's text, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def check_writable(option: str, path: str) -> None:
+    """Refuses, before any work is done, a file that cannot be written afterwards; it is neither made nor emptied.
+
+    Raises UsageError naming option, path and reason.
+    """
+    file = Path(path)
+    if not path or file.is_dir():
+        reason = "is a directory" if path else "is empty"
+    elif not file.parent.is_dir():
+        reason = f"the folder {str(file.parent)!r} does not exist"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise UsageError(f"{option} {path!r}: {reason}; name a file that can be written")
+
+
+def write_file(option: str, path: str, text: str) -> None:
+    """Writes ``text`` and a line break to the file that an option names. Raises OutputError if that fails."""
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"{option} {path!r}: {reason}; make room or name another file") from error

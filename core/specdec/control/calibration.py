@@ -5,7 +5,7 @@ use is the product over a prefix, so temperatures are fitted one depth after the
 the one of a logarithmic grid for which c[1] · … · c[k] has the least expected calibration error against the event that the first
 k drafts were accepted. The block is noncausal, so its length changes every forecast: one file for each block length.
 
-Source: sequential temperature scaling of the DSpark paper; grid and bins as in SGLang's fit.
+Source: sequential temperature scaling as SGLang fits it for block drafters, with its grid and bins.
 """
 
 from __future__ import annotations
@@ -45,6 +45,20 @@ def calibration_error(forecasts: Sequence[float], events: Sequence[bool], bins: 
     return sum(abs(value) for value in gap) / len(forecasts)
 
 
+def calibration_noise(forecasts: Sequence[float], bins: int = BINS) -> float:
+    """Calibration error that as many perfectly calibrated forecasts are expected to show by chance alone: in each bin the mean
+    distance of a sum of such events from its expectation, sqrt(2 Σ f (1 − f) / π) for many of them.
+
+    Raises UsageError if there are no forecasts.
+    """
+    if not forecasts:
+        raise UsageError("0 forecasts; at least one")
+    variance = [0.0] * bins
+    for forecast in forecasts:
+        variance[min(int(forecast * bins), bins - 1)] += forecast * (1 - forecast)
+    return sum(math.sqrt(2 * value / math.pi) for value in variance) / len(forecasts)
+
+
 def survival_errors(outcomes: Sequence[Outcome], temperatures: Sequence[float]) -> tuple[float, ...]:
     """Calibration error of the prefix survival at every depth, [K]. Raises UsageError if there are no outcomes."""
     running, errors = [1.0] * len(outcomes), []
@@ -55,7 +69,8 @@ def survival_errors(outcomes: Sequence[Outcome], temperatures: Sequence[float]) 
 
 
 def fit_temperatures(outcomes: Sequence[Outcome], grid: Sequence[float] = GRID) -> tuple[float, ...]:
-    """Temperatures [K] fitted to rounds; at equal error the one nearest 1.
+    """Temperatures [K] fitted to rounds: the one nearest 1 whose error is the least, or no more than chance would show. A search
+    for the least error alone would follow the noise of few rounds and make forecasts worse.
 
     Raises UsageError if there are no outcomes or they differ in K.
     """
@@ -70,7 +85,12 @@ def fit_temperatures(outcomes: Sequence[Outcome], grid: Sequence[float] = GRID) 
         events = [outcome.accepted > depth for outcome in outcomes]
         candidates = [_extended(running, outcomes, depth, temperature) for temperature in nearest_first]
         errors = [calibration_error(candidate, events) for candidate in candidates]
-        best = errors.index(min(errors))
+        least = min(errors)
+        best = next(
+            place
+            for place, (candidate, error) in enumerate(zip(candidates, errors, strict=True))
+            if error <= max(least, calibration_noise(candidate))
+        )
         running = candidates[best]
         found.append(nearest_first[best])
     return tuple(found)

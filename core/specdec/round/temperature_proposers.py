@@ -1,8 +1,8 @@
 """Proposers of block drafters: the request's temperature, no filters, and the law that was drawn from kept as always.
 
 Any law may propose, for verification is exact under each; filters would cost time at every depth. One lane draws from the whole
-vocabulary by Gumbel noise. Several lanes keep the most probable tokens, renormalised, and draw among them with one word, so that
-what a batch retains does not grow with the vocabulary's tail. The two draw different tokens from one seed.
+vocabulary by Gumbel noise, a word for every token. Several lanes keep the most probable tokens, renormalised, and draw among them
+with one word, so that a batch needs no noise of the vocabulary's size. The two draw different tokens from one seed.
 """
 
 from __future__ import annotations

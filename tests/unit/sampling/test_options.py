@@ -100,7 +100,7 @@ def test_limits_are_inclusive_and_biases_are_kept_by_token() -> None:
 
 
 def test_every_option_has_a_name_and_says_when_it_is_in_use() -> None:
-    request_names = {"min_new_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "stop"}
+    request_names = {"min_new_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "stop", "grammar"}
     assert {field.name for field in fields(SamplingParams)} | request_names == set(REQUEST_OPTIONS)
     assert set(EXTENDED_OPTIONS) < set(REQUEST_OPTIONS)
     assert dict(Request(prompt=(1,)).options_in_use) == {}
