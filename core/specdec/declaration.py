@@ -52,6 +52,7 @@ REQUEST_OPTIONS = (
     "logprobs",
     "prompt_logprobs",
     "stop",
+    "grammar",
 )
 
 #: Fields of a recipe whose number must name its source.

@@ -115,10 +115,12 @@ class Proposer(Protocol):
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         """Filters logits [B, V] by each lane's sampling options, stores the law as ``draft_probs[:, depth]`` and returns
-        the drawn tokens [B] int64."""
+        the tokens [B] int64 that the drafter goes on from: the drawn ones, or a lane's copied token of this depth, which takes
+        the place of the drawn one under a point-mass law."""
 
-    def place(self, depth: int, tokens: Tensor) -> None:
-        """Proposes the given tokens [B] int64 under a point-mass law: copied or scripted drafts."""
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
+        """Proposes the given tokens [B] int64 under a point-mass law. Returns as ``draw``; ids outside the vocabulary come back
+        as the nearest one."""
 
 
 @runtime_checkable
@@ -195,13 +197,22 @@ class Round(Protocol):
         *,
         boundary: bool = False,
         extended: bool = False,
+        copies: Sequence[Sequence[int]] | None = None,
+        masked: bool = False,
     ) -> None:
         """Copies the host's frozen decisions into the staging buffer (one copy) and runs the round.
 
+        copies: tokens by lane that replace the lane's first drafts under a point-mass law, at most K each and () for none;
+        drafts behind them continue from them, and the ceiling counts both. Raises UsageError where the recipe does not declare
+        ``supports_history_drafts``, or the copies do not fit lanes and drafts.
+
         boundary: also keep the state at the next page boundary of each lane, for lanes whose emission crosses it.
         extended: also apply penalties, logit bias and minimum lengths and keep log-probabilities; submitted only when a lane uses
-        one of these. Both are static variants of the program; lanes that use nothing of a variant get the same result without it.
+        one of these.
+        masked: also forbid what the masks of each lane's rows forbid, which the host wrote to ``Arena.masks`` before: row j under
+        the grammar after the pending token and the lane's first j drafts; submitted only when a lane has a grammar.
+        All three are static variants of the program; lanes that use nothing of a variant get the same result without it.
         """
 
-    def run(self, *, boundary: bool = False, extended: bool = False) -> None:
+    def run(self, *, boundary: bool = False, extended: bool = False, masked: bool = False) -> None:
         """The tensor program alone, reading the staging buffer. This is what a CUDA graph captures."""

@@ -31,6 +31,9 @@ class PreparationConfig:
         most target rows B·W of a round wider than one token.
     ``context``
         most tokens of one request, prompt and output together.
+    ``pages``
+        pages of each paged pool that requests share; ``None`` has enough for every one at full context. With fewer, requests wait
+        for pages or give theirs up for a while.
     ``prefill_tokens``
         token capacities of prompt chunks.
     ``fixed_width``
@@ -38,6 +41,9 @@ class PreparationConfig:
     ``extended_sampling``
         whether requests may use penalties, logit bias, minimum lengths and log-probabilities, which need tables over the
         vocabulary and a second variant of every round; it runs only while a request with such an option does.
+    ``grammar``
+        whether requests may be constrained by a grammar, which needs masks over the vocabulary for every verified row and a
+        second variant of every round; it runs only while such a request does.
     ``packed``
         whether rounds with drafts allocate target rows among their lanes, as recipes with forecasts do; then
         ``speculative_token_capacity`` bounds the rows, not the batch.
@@ -57,9 +63,11 @@ class PreparationConfig:
     speculative_widths: tuple[int, ...] = field(converter=as_tuple)
     speculative_token_capacity: int = 128
     context: int = 4096
+    pages: int | None = None
     prefill_tokens: tuple[int, ...] = field(default=(512,), converter=as_tuple)
     fixed_width: int | None = None
     extended_sampling: bool = False
+    grammar: bool = False
     packed: bool = False
     mtp_only: bool = False
     memory_bytes: int | None = None
@@ -77,6 +85,8 @@ class PreparationConfig:
             f"one lane of the widest round has {self.speculative_widths[-1]} rows; draft less or raise the capacity",
         )
         require_integer("context", self.context, 2, None, "a request has a prompt and an output")
+        if self.pages is not None:
+            require_integer("pages", self.pages, 1, None, "state needs pages")
         if not self.prefill_tokens:
             raise UsageError("prefill_tokens must name at least one chunk capacity")
         for tokens in self.prefill_tokens:
@@ -109,10 +119,12 @@ class PreparationConfig:
         speculative_widths: Iterable[int] | None = None,
         speculative_token_capacity: int | None = None,
         context: int = 4096,
+        pages: int | None = None,
         prefill_tokens: Iterable[int] = (512,),
         adaptive_verification: bool = True,
         fixed_width: int | None = None,
         extended_sampling: bool = False,
+        grammar: bool = False,
         mtp_only: bool = False,
         memory_bytes: int | None = None,
         headroom_bytes: int = 0,
@@ -165,9 +177,11 @@ class PreparationConfig:
                 recipe.speculative_token_capacity if speculative_token_capacity is None else speculative_token_capacity
             ),
             context=context,
+            pages=pages,
             prefill_tokens=tuple(prefill_tokens),
             fixed_width=fixed_width,
             extended_sampling=extended_sampling,
+            grammar=grammar,
             packed=speculative and recipe.confidence_width > 0,
             mtp_only=mtp_only,
             memory_bytes=memory_bytes,

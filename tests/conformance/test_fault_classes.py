@@ -62,6 +62,21 @@ FAULTS: dict[str, dict[str, list[str]]] = {
             "tests/conformance/test_stops.py::test_b17_b18_output_is_the_plain_one_cut_at_the_stop",
         ],
     },
+    "structured outputs": {
+        "one mask reused across draft positions": [
+            "tests/conformance/test_grammar.py::test_b20_every_row_is_masked_by_its_own_prefix",
+            "tests/conformance/test_grammar.py::test_emitted_tokens_follow_the_masked_law",
+        ],
+        "stale drafts survive preemption": [
+            "tests/conformance/test_grammar.py::test_b21_drafts_of_an_earlier_state_are_rejected_like_any_other",
+            "tests/conformance/test_grammar.py::test_a_slot_that_is_used_again_is_free_of_the_old_masks",
+        ],
+        "grammar-invalid drafts handled as errors": [
+            "tests/conformance/test_grammar.py::"
+            "test_b22_drafts_that_are_forbidden_at_the_second_place_are_silent_rejections",
+            "tests/unit/serving/test_grammar.py::test_forbidden_tokens_are_refused_silently",
+        ],
+    },
     "penalties": {
         "per-round instead of per-token bookkeeping": [
             "test_penalties_count_every_emitted_token_once",

@@ -45,6 +45,10 @@ class Tokenizer:
         """Number of token ids, special tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a ``tokenizer.json``."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of ``text``."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -8,7 +8,8 @@ from torch import Tensor
 from specdec.round.completion import METADATA_FIELDS
 from specdec.round.forecasts import ForecastFrames
 from specdec.sampling.logprobs import LogprobColumn, LogprobFrames
-from specdec.state.requests import RequestTable
+from specdec.sampling.masks import MaskFrames
+from specdec.state.requests import Lanes, RequestTable
 
 
 class Arena:
@@ -16,8 +17,9 @@ class Arena:
 
     frames: [2 · (R + 1), 16 + W_max] int64, see ``completion``. extended: also hold what penalties, logit bias, minimum length
     and log-probabilities need, over ``vocab_size`` ids; ``logprobs`` is None without. confidence_width: forecasts per lane that
-    rounds publish; ``forecasts`` is None for 0. ``scratch`` returns a view of storage that
-    rounds of the same model reuse: whatever must survive the round belongs to a state store, a frame or the request table.
+    rounds publish; ``forecasts`` is None for 0. grammar: also hold masks over ``vocab_size`` ids for every row of a verification;
+    ``masks`` is None without. ``scratch`` returns a view of storage that rounds of the same model reuse: whatever must survive
+    the round belongs to a state store, a frame or the request table.
     """
 
     def __init__(
@@ -30,9 +32,10 @@ class Arena:
         extended: bool = False,
         vocab_size: int = 0,
         confidence_width: int = 0,
+        grammar: bool = False,
     ) -> None:
-        if extended and vocab_size < 1:
-            raise ValueError("an arena with extended sampling options needs the vocabulary size")
+        if (extended or grammar) and vocab_size < 1:
+            raise ValueError("an arena with extended sampling options or grammar masks needs the vocabulary size")
         self.slots = slots
         self.max_draft_tokens = max_draft_tokens
         self.device = device
@@ -46,6 +49,11 @@ class Arena:
         )
         self.forecasts = (
             ForecastFrames(slots=slots, width=confidence_width, device=device) if confidence_width else None
+        )
+        self.masks = (
+            MaskFrames(slots=slots, width=max_draft_tokens + 1, vocab_size=vocab_size, device=device)
+            if grammar
+            else None
         )
         self.frames = torch.full(
             (2 * (slots + 1), METADATA_FIELDS + max_draft_tokens + 1), -1, dtype=torch.int64, device=device
@@ -65,6 +73,15 @@ class Arena:
             held = torch.zeros(size, dtype=dtype, device=self.device)
             self._scratch[name] = held
         return held[:size].view(shape)
+
+    def masked(self, lanes: Lanes, logits: Tensor) -> Tensor:
+        """Logits [B, W, V] with −inf where a lane's mask of that row forbids the token; see ``masks.forbid``. Changes nothing.
+
+        Raises ValueError if the arena holds no masks.
+        """
+        if self.masks is None:
+            raise ValueError("grammar masks need an arena with grammar=True")
+        return self.masks.apply(lanes, logits)
 
     def poison(self) -> None:
         """Overwrites all scratch: floats become NaN, integers −7. Host side, for tests: no later round may read any of it."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-
-from attrs import frozen
+from typing import NamedTuple
 
 METADATA_FIELDS = 16
 
@@ -46,12 +45,17 @@ class Field(IntEnum):
     FAULTS = 15
 
 
-@frozen(kw_only=True)
-class Completion:
-    """One record, parsed. Counters are totals after the round, except emitted, offered, verified and accepted, which are its own.
+# plain integers and a table: looking an enumeration up costs more than the rest of a record
+_EMITTED, _FINISH = int(Field.EMITTED), int(Field.FINISH)
+_FINISHES = tuple(sorted(Finish))
 
-    offered: drafts that could still be used under the lane's ceiling and budget; verified: those the target judged; accepted:
-    the accepted prefix before clipping; copy_sources: bit k set if draft k was copied; draft_rows: rows of draft history.
+
+class Completion(NamedTuple):
+    """One record, parsed; a named tuple in the order of ``Field``, because a batch makes one for each lane of every round.
+
+    Counters are totals after the round, except emitted, offered, verified and accepted, which are its own. offered: drafts that
+    could still be used under the lane's ceiling and budget; verified: those the target judged; accepted: the accepted prefix
+    before clipping; copy_sources: bit k set if offered draft k was copied; draft_rows: rows of draft history.
     """
 
     request: int
@@ -75,6 +79,5 @@ class Completion:
     @classmethod
     def parse(cls, record: Sequence[int]) -> Completion:
         """record: sixteen fields and padded tokens, as read from a frame."""
-        counters = {field.name.lower(): record[field] for field in Field if field is not Field.FINISH}
-        tokens = tuple(record[METADATA_FIELDS : METADATA_FIELDS + record[Field.EMITTED]])
-        return cls(finish=Finish(record[Field.FINISH]), tokens=tokens, **counters)
+        tokens = tuple(record[METADATA_FIELDS : METADATA_FIELDS + record[_EMITTED]])
+        return cls(*record[:_FINISH], _FINISHES[record[_FINISH]], *record[_FINISH + 1 : METADATA_FIELDS], tokens)

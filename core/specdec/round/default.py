@@ -19,5 +19,10 @@ def capture_round(recipe: Recipe, target: Target, drafter: Drafter | None, shape
     from specdec.round.transaction import ChainRound
 
     return ChainRound(
-        target=target, drafter=drafter, shape=shape, arena=arena, max_draft_tokens=recipe.max_draft_tokens
+        target=target,
+        drafter=drafter,
+        shape=shape,
+        arena=arena,
+        max_draft_tokens=recipe.max_draft_tokens,
+        history_drafts=recipe.supports_history_drafts,
     )

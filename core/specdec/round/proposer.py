@@ -6,19 +6,24 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from specdec.round.copies import Copies
 from specdec.sampling.chain import sample
 from specdec.sampling.law import LawParams, law
 
 
 @frozen(kw_only=True, eq=False)
 class ChainProposer:
-    """Draws drafts and keeps the law they were drawn from. tokens: [B, K] int64; probs: [B, K, V] float32."""
+    """Draws drafts and keeps the law they were drawn from. tokens: [B, K] int64; probs: [B, K, V] float32.
+
+    copies: take the place of whatever the drafter proposes; None in rounds that take none.
+    """
 
     params: LawParams
     uniforms: Tensor
     tokens: Tensor
     probs: Tensor
     vocab_size: int
+    copies: Copies | None = None
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         """See ``Proposer.draw``. A row without mass (NaN logits) proposes token 0 under the point mass at 0, like a copied
@@ -27,10 +32,7 @@ class ChainProposer:
         drawn = self.choose(depth, logits, probs)
         # drawing fails only without mass; a stored law of zeros would let the token pass whatever the target thinks of it
         probs[:, 0] += drawn < 0
-        token = drawn.clamp(min=0)
-        self.probs[:, depth] = probs[:, : self.vocab_size]
-        self.tokens[:, depth] = token
-        return token
+        return self._keep(depth, drawn.clamp(min=0), probs[:, : self.vocab_size])
 
     def law(self, logits: Tensor) -> Tensor:
         """What drafts are drawn from, [B, at least V] float32; rows without mass are NaN. logits: [B, at least V]."""
@@ -40,9 +42,22 @@ class ChainProposer:
         """Tokens [B] int64 drawn from ``probs``, the law of ``logits`` with NaN as 0; −1 for a row without mass."""
         return sample(probs, self.uniforms[:, depth])
 
-    def place(self, depth: int, tokens: Tensor) -> None:
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
         """See ``Proposer.place``. An id that is no token has no mass: it will be rejected, and the correction is the target's."""
-        safe = tokens.clamp(0, self.vocab_size - 1)
-        self.probs[:, depth] = 0.0
-        self.probs[:, depth].scatter_(1, safe.unsqueeze(1), (safe == tokens).to(self.probs.dtype).unsqueeze(1))
+        # nothing can be embedded for an id that is no token
+        return self._keep(depth, tokens, self._point_mass(tokens)).clamp(0, self.vocab_size - 1)
+
+    def _keep(self, depth: int, tokens: Tensor, probs: Tensor) -> Tensor:
+        """Stores proposals [B] and their law [B, V], copies first. Returns what the drafter goes on from, [B]."""
+        if self.copies is not None:
+            copied, given = self.copies.at(depth)
+            tokens = torch.where(copied, given, tokens)
+            probs = torch.where(copied.unsqueeze(1), self._point_mass(given), probs)
         self.tokens[:, depth] = tokens
+        self.probs[:, depth] = probs
+        return tokens if self.copies is None else tokens.clamp(0, self.vocab_size - 1)
+
+    def _point_mass(self, tokens: Tensor) -> Tensor:
+        """[B, V] float32; all zero for an id that is no token."""
+        ids = torch.arange(self.vocab_size, device=tokens.device)
+        return (ids == tokens.unsqueeze(1)).to(self.probs.dtype)

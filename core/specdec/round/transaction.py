@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.catalog import RoundShape
+from specdec.errors import UsageError
 from specdec.interfaces import Drafter, Target
 from specdec.round.arena import Arena
 from specdec.round.completion import Finish
@@ -72,8 +73,12 @@ class _Settlement:
         emitted: Tensor,
         consumed: Tensor,
         finish: Tensor,
+        sources: Tensor | None = None,
     ) -> None:
-        """Advances the request table and writes one record per lane; dead lanes report themselves with zero emission."""
+        """Advances the request table and writes one record per lane; dead lanes report themselves with zero emission.
+
+        sources: source bits [B] int64, None where nothing can be copied.
+        """
         live = lanes.live
         last = tokens.gather(1, (emitted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         advanced = self.arena.requests.advance(lanes, consumed=consumed, emitted=emitted, last=last, finish=finish)
@@ -98,7 +103,7 @@ class _Settlement:
                 offered * live,
                 verified * live,
                 accepted * live,
-                zero,
+                zero if sources is None else sources * live,
                 draft_rows * live,
                 zero + self.columns.shape[0],
                 faults * live,
@@ -131,8 +136,16 @@ class ChainRound:
     """
 
     def __init__(
-        self, *, target: Target, drafter: Drafter | None, shape: RoundShape, arena: Arena, max_draft_tokens: int
+        self,
+        *,
+        target: Target,
+        drafter: Drafter | None,
+        shape: RoundShape,
+        arena: Arena,
+        max_draft_tokens: int,
+        history_drafts: bool = False,
     ) -> None:
+        """history_drafts: whether the round takes copies. Raises ValueError for a shape with drafts and no drafter."""
         if shape.draft_tokens and drafter is None:
             raise ValueError(f"a round with {shape.draft_tokens} drafts needs a drafter")
         self.target = target
@@ -140,7 +153,8 @@ class ChainRound:
         self.shape = shape
         self.arena = arena
         self.max_draft_tokens = max_draft_tokens
-        self.staging = Staging(arena, shape.batch)
+        self.history_drafts = history_drafts
+        self.staging = Staging(arena, shape.batch, shape.draft_tokens if history_drafts else 0)
         self._settlement = _Settlement(target, drafter, arena, self.staging, shape.verify_width)
         drafts, vocab = shape.draft_tokens, target.vocab_size
         self.boundary_state: dict[str, Mapping[str, Tensor]] = {}
@@ -155,12 +169,20 @@ class ChainRound:
         *,
         boundary: bool = False,
         extended: bool = False,
+        copies: Sequence[Sequence[int]] | None = None,
+        masked: bool = False,
     ) -> None:
         """See ``Round.submit``."""
-        self.staging.write(slots, ceilings, number)
-        self.run(boundary=boundary, extended=extended)
+        if copies is not None and not self.history_drafts:
+            if any(copies):
+                raise UsageError(
+                    "this recipe does not declare supports_history_drafts, so its rounds take no copies; submit without"
+                )
+            copies = None
+        self.staging.write(slots, ceilings, number, copies)
+        self.run(boundary=boundary, extended=extended, masked=masked)
 
-    def run(self, *, boundary: bool = False, extended: bool = False) -> None:
+    def run(self, *, boundary: bool = False, extended: bool = False, masked: bool = False) -> None:
         """See ``Round.run``.
 
         The accept rule in words: draft token x with draft law q and target law p is accepted with probability min(1, p(x)/q(x));
@@ -175,7 +197,7 @@ class ChainRound:
         params = lanes.law
         target_u, draft_u = round_uniforms(lanes.integers[:, SEED], lanes.consumed, self.max_draft_tokens)
 
-        # 1 draft
+        # 1 draft, 2 copy: the proposer puts a copied token where the drafter's own would be, and the drafter goes on from it
         forecasts = None
         if drafter is not None:
             forecasts = drafter.propose(lanes, drafts, self.proposer(lanes, draft_u))
@@ -184,14 +206,15 @@ class ChainRound:
         remaining = lanes.integers[:, BUDGET] - lanes.integers[:, GENERATED]
         offered = torch.minimum(self.staging.ceilings, remaining - 1).clamp(min=0, max=drafts)
 
-        # 3 verify (2, copied drafts, has nothing to replace in this round); an id that is no token will be rejected, but nothing
-        # can be embedded for it
+        # 3 verify; an id that is no token will be rejected, but nothing can be embedded for it
         inputs = self.draft_tokens.clamp(0, target.vocab_size - 1)
         block = torch.cat([lanes.pending.unsqueeze(1), inputs], dim=1)
         logits, verified = self.verify(lanes, block, offered, forecasts)
 
         # 4 law; drafts were drawn without penalties, from the law that was kept for them, which leaves the emitted law exact
         shaped = self.arena.requests.shaped(lanes, logits, inputs) if extended else logits
+        if masked:
+            shaped = self.arena.masked(lanes, shaped)
         target_probs = law(shaped, params, target.vocab_size)[..., : target.vocab_size]
 
         # 5 accept
@@ -225,6 +248,7 @@ class ChainRound:
             emitted=emitted,
             consumed=emitted,
             finish=finish,
+            sources=None if self.staging.copies is None else self.staging.copies.sources(offered),
         )
 
     def proposer(self, lanes: Lanes, uniforms: Tensor) -> ChainProposer:
@@ -235,6 +259,7 @@ class ChainRound:
             tokens=self.draft_tokens,
             probs=self.draft_probs,
             vocab_size=self.target.vocab_size,
+            copies=self.staging.copies,
         )
 
     def verify(self, lanes: Lanes, block: Tensor, offered: Tensor, forecasts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -271,18 +296,21 @@ class FirstToken:
         self.staging = Staging(arena, batch)
         self._settlement = _Settlement(target, drafter, arena, self.staging, 1)
 
-    def submit(self, slots: Sequence[int], number: int, *, extended: bool = False) -> None:
-        """Copies the slots to the staging buffer and runs. Lanes beyond ``slots`` are dead. extended: see ``Round.submit``."""
+    def submit(self, slots: Sequence[int], number: int, *, extended: bool = False, masked: bool = False) -> None:
+        """Copies the slots to the staging buffer and runs. Lanes beyond ``slots`` are dead. extended, masked: see
+        ``Round.submit``; the first token is under the slot's first mask."""
         self.staging.write(slots, [0] * len(slots), number)
-        self.run(extended=extended)
+        self.run(extended=extended, masked=masked)
 
-    def run(self, *, extended: bool = False) -> None:
+    def run(self, *, extended: bool = False, masked: bool = False) -> None:
         """The tensor program alone; reads the staging buffer."""
         lanes = self.arena.requests.lanes(self.staging.slots)
         target_u, _ = round_uniforms(lanes.integers[:, SEED], lanes.consumed - 1, self.max_draft_tokens)
         logits = self.target.first_logits(lanes.slots).unsqueeze(1)
         no_drafts = lanes.slots.unsqueeze(1)[:, :0]
         shaped = self.arena.requests.shaped(lanes, logits, no_drafts) if extended else logits
+        if masked:
+            shaped = self.arena.masked(lanes, shaped)
         probs = law(shaped, lanes.law, self.target.vocab_size)
         tokens = sample(probs, target_u[:, :1])
         nothing = torch.zeros_like(lanes.slots)

@@ -30,8 +30,8 @@ def options_in_use(sampling: SamplingParams, **others: Any) -> Mapping[str, Any]
     """Options that change something, with their values, in the order of ``REQUEST_OPTIONS``.
 
     others: options of a request outside its sampling settings (``min_new_tokens``, ``ignore_eos``, ``logprobs``,
-    ``prompt_logprobs``, ``stop``); 0, False, None and () are off, except that 0 log-probabilities asks for those of the tokens
-    alone.
+    ``prompt_logprobs``, ``stop``, ``grammar``); 0, False, None and () are off, except that 0 log-probabilities asks for those of
+    the tokens alone.
     """
     neutral = {field.name: field.default for field in fields(SamplingParams)}
     used = {name: getattr(sampling, name) for name in neutral if getattr(sampling, name) != neutral[name]}

@@ -92,9 +92,10 @@ class _Recorder:
         self._keep(depth, logits, tokens)
         return tokens
 
-    def place(self, depth: int, tokens: Tensor) -> None:
-        self.inner.place(depth, tokens)
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
+        placed = self.inner.place(depth, tokens)
         self._keep(depth, torch.empty(tokens.shape[0], 0), tokens)
+        return placed
 
     def _keep(self, depth: int, logits: Tensor, tokens: Tensor) -> None:
         kept = getattr(self.inner, "probs", None)
@@ -138,8 +139,8 @@ class _Logits:
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         return self.inner.draw(depth, self.change(depth, logits))
 
-    def place(self, depth: int, tokens: Tensor) -> None:
-        self.inner.place(depth, tokens)
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
+        return self.inner.place(depth, tokens)
 
 
 class AlteredLogits(WrappedDrafter):
@@ -160,12 +161,10 @@ class _PointMass:
     choose: Callable[[int, Tensor], Tensor] = field(default=lambda depth, logits: logits.argmax(-1))
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
-        tokens = self.choose(depth, logits)
-        self.inner.place(depth, tokens)
-        return tokens
+        return self.inner.place(depth, self.choose(depth, logits))
 
-    def place(self, depth: int, tokens: Tensor) -> None:
-        self.inner.place(depth, tokens)
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
+        return self.inner.place(depth, tokens)
 
 
 class PointMassDrafter(WrappedDrafter):
@@ -203,8 +202,8 @@ class _Guided:
             lane.append(token)
         return tokens
 
-    def place(self, depth: int, tokens: Tensor) -> None:
-        self.inner.place(depth, tokens)
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
+        return self.inner.place(depth, tokens)
 
 
 class GuidedDrafter(WrappedDrafter):

@@ -22,13 +22,10 @@ class _ScriptedProposer:
     slots: Tensor
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
-        tokens = self.script[:, depth].index_select(0, self.slots)
-        self.inner.place(depth, tokens)
-        # an id that is no token can be proposed, but nothing can be embedded for it
-        return tokens.clamp(0, logits.shape[-1] - 1)
+        return self.inner.place(depth, self.script[:, depth].index_select(0, self.slots))
 
-    def place(self, depth: int, tokens: Tensor) -> None:
-        self.inner.place(depth, tokens)
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
+        return self.inner.place(depth, tokens)
 
 
 class ScriptedDrafter(WrappedDrafter):

@@ -3,6 +3,15 @@ it. Importing this package fills ``MUTANTS``."""
 
 from mutants import MUTANTS
 
-from qwen_mutants import draft_history, lanes_and_ends, options, prompt_scores, sampling, target_state
+from qwen_mutants import copies, draft_history, lanes_and_ends, options, prompt_scores, sampling, target_state
 
-__all__ = ["MUTANTS", "draft_history", "lanes_and_ends", "options", "prompt_scores", "sampling", "target_state"]
+__all__ = [
+    "MUTANTS",
+    "copies",
+    "draft_history",
+    "lanes_and_ends",
+    "options",
+    "prompt_scores",
+    "sampling",
+    "target_state",
+]

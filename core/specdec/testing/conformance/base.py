@@ -303,6 +303,12 @@ def width_sequences(widths: Sequence[int]) -> dict[str, list[int]]:
     }
 
 
+def require_copies(bench: Bench) -> None:
+    """Skips a test of copied drafts where the recipe declares none."""
+    if not bench.recipe.supports_history_drafts:
+        pytest.skip(f"{bench.recipe.name} does not declare supports_history_drafts")
+
+
 def next_tokens(output: Sequence[int], done: int, count: int, vocab: int, right: int) -> list[int]:
     """Drafts of which exactly the first ``right`` are what plain decoding emits after ``done`` tokens."""
     future = list(output[done : done + count])

@@ -71,11 +71,12 @@ class Driver:
         lanes: Sequence[int] | None = None,
         ceilings: Mapping[int, int] | None = None,
         boundary: bool = False,
+        copies: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Completion]:
         """One round with ``drafts`` drafts; returns the records of ``slots`` in their order.
 
         lanes: the lane order, spare and finished slots included; the slots alone unless given. ceilings: most drafts
-        by slot. boundary: see ``Round.submit``.
+        by slot. boundary, copies by slot: see ``Round.submit``.
         """
         order = list(slots if lanes is None else lanes)
         limits = {slot: drafts if ceilings is None else ceilings.get(slot, drafts) for slot in order}
@@ -84,8 +85,15 @@ class Driver:
         live = self.running(slots)
         around = Surroundings(self.bench, live, order, drafts=drafts, number=self.number)
         captured = self.captured(len(order), drafts)
-        captured.submit(order, [limits[slot] for slot in order], self.number, boundary=boundary, extended=self.extended)
-        return self._settle(slots, live, around, drafts=drafts, ceilings=limits)
+        captured.submit(
+            order,
+            [limits[slot] for slot in order],
+            self.number,
+            boundary=boundary,
+            extended=self.extended,
+            copies=None if copies is None else [copies.get(slot, ()) for slot in order],
+        )
+        return self._settle(slots, live, around, drafts=drafts, ceilings=limits, copies=copies)
 
     def _settle(
         self,
@@ -95,6 +103,7 @@ class Driver:
         *,
         drafts: int,
         ceilings: Mapping[int, int],
+        copies: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Completion]:
         number, first = self.number, not drafts and all(not self.completions[slot] for slot in live)
         self.number += 1
@@ -109,6 +118,7 @@ class Driver:
                     drafts=drafts,
                     ceiling=ceilings[slot],
                     draft_lag=self.draft_lag,
+                    copied=len((copies or {}).get(slot, ())),
                 )
                 if first:
                     assert (done.offered, done.accepted) == (0, 0)

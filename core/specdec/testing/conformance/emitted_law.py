@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from specdec.interfaces import Drafter, Proposer
-from specdec.testing.conformance.base import Conformance
+from specdec.testing.conformance.base import Conformance, require_copies
 from specdec.testing.conformance.bench import Bench
 from specdec.testing.conformance.driver import Driver
 from specdec.testing.conformance.oracles import chi_square, joint_law, softmax
@@ -41,9 +42,27 @@ class Misreporter:
         stored.copy_(flat / flat.sum(-1, keepdim=True).clamp(min=1))
         return token
 
-    def place(self, depth: int, tokens: Tensor) -> None:
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
         """As the wrapped one."""
-        self.inner.place(depth, tokens)
+        return self.inner.place(depth, tokens)
+
+
+@frozen(kw_only=True, eq=False)
+class OwnLaw:
+    """Draws as it should and stores what the drafter's logits say, also where a copied token took the place of the drawn one."""
+
+    inner: Proposer
+
+    def draw(self, depth: int, logits: Tensor) -> Tensor:
+        """Draws, then stores the law of the logits."""
+        token = self.inner.draw(depth, logits)
+        stored: Tensor = self.inner.probs[:, depth]  # type: ignore[attr-defined]
+        stored.copy_(self.inner.law(logits)[:, : stored.shape[1]])  # type: ignore[attr-defined]
+        return token
+
+    def place(self, depth: int, tokens: Tensor) -> Tensor:
+        """As the wrapped one."""
+        return self.inner.place(depth, tokens)
 
 
 class Crowd:
@@ -77,8 +96,22 @@ class Crowd:
         found = self.logits.get((*known, *drawn))
         return torch.zeros_like(self.logits[()]) if found is None else found * 2
 
-    def sample(self, drafter: Drafter, drafts: int, draft_rows: int | None = None) -> list[tuple[int, ...]]:
-        """First three tokens of requests that differ in their seed. draft_rows: see ``Driver``."""
+    def copied(self, slot: int) -> tuple[int, ...]:
+        """A copy that does not know what will be drawn: the likeliest token, the unlikeliest, or one that the law forbids, and
+        behind it as many more; no copy in every fourth slot."""
+        law = self.law(tuple(self.driver.tokens(slot))[: DEPTH - 1]) if self.driver else self.law(())
+        unlikeliest = int(torch.where(law > 0, law, 2).argmin())
+        chosen = (int(law.argmax()), unlikeliest, int(law.argmin()))
+        return () if slot % 4 == 3 else (chosen[slot % 4],) * (1 + slot // 4 % 2)
+
+    def sample(
+        self,
+        drafter: Drafter,
+        drafts: int,
+        draft_rows: int | None = None,
+        copies: Callable[[int], tuple[int, ...]] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """First three tokens of requests that differ in their seed. draft_rows: see ``Driver``. copies: by slot, every round."""
         outcomes = []
         for batch in range(BATCHES):
             self.bench.rewind(self.image)
@@ -88,7 +121,8 @@ class Crowd:
             self.driver = Driver(self.bench, drafter=drafter, draft_lag=self.draft_lag, draft_rows=draft_rows)
             self.driver.start(self.slots)
             while any(len(self.driver.tokens(slot)) < DEPTH for slot in self.slots):
-                self.driver.round(self.slots, drafts)
+                given = None if copies is None else {slot: copies(slot) for slot in self.slots}
+                self.driver.round(self.slots, drafts, copies=given)
             outcomes += [tuple(self.driver.tokens(slot)[:DEPTH]) for slot in self.slots]
         return outcomes
 
@@ -144,3 +178,18 @@ class EmittedLawConformance(Conformance):
         """Fault class: numeric fault of a drafter changes the distribution. All draft logits are NaN."""
         blind = AlteredLogits(crowd.bench.drafter, lambda depth, logits: torch.full_like(logits, torch.nan))
         assert crowd.fit(crowd.sample(blind, 2)) > SIGNIFICANCE
+
+    def test_copied_drafts_keep_the_law(self, crowd: Crowd) -> None:
+        """Fault class: copied drafts judged by the drafter's law. Likely, unlikely and impossible copies, own drafts behind some
+        of them, and lanes without copies."""
+        require_copies(crowd.bench)
+        guided = GuidedDrafter(crowd.bench.drafter, crowd.guide)
+        assert crowd.fit(crowd.sample(guided, 2, copies=crowd.copied)) > SIGNIFICANCE
+
+    def test_copies_under_the_drafters_law_are_noticed(self, crowd: Crowd) -> None:
+        """The negative control: with the drafter's law stored in place of the point mass the same test rejects by a wide
+        margin."""
+        require_copies(crowd.bench)
+        guided = GuidedDrafter(crowd.bench.drafter, crowd.guide)
+        judged = AlteredProposer(guided, lambda inner: OwnLaw(inner=inner))
+        assert crowd.fit(crowd.sample(judged, 2, copies=crowd.copied)) < SIGNIFICANCE**2

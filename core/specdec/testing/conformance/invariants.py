@@ -64,12 +64,21 @@ def parse(record: Sequence[int], number: int) -> Completion:
 
 
 def check_record(
-    account: Account, record: Sequence[int], *, number: int, slot: int, drafts: int, ceiling: int, draft_lag: int | None
+    account: Account,
+    record: Sequence[int],
+    *,
+    number: int,
+    slot: int,
+    drafts: int,
+    ceiling: int,
+    draft_lag: int | None,
+    copied: int = 0,
 ) -> Completion:
     """Accounting of one live lane; adds the emitted tokens to ``account``.
 
     record: as read from the frame. ceiling: most drafts the host allowed. draft_lag: draft history has max(N −
-    draft_lag, 0) rows; None for a round without a drafter. A fault is reported, not judged. Raises AssertionError.
+    draft_lag, 0) rows; None for a round without a drafter. copied: drafts that the host brought. A fault is reported, not judged.
+    Raises AssertionError.
     """
     assert len(record) > METADATA_FIELDS + drafts, "a record has sixteen fields and room for the widest emission"
     done = parse(record, number)
@@ -84,7 +93,7 @@ def check_record(
     assert done.offered >= done.verified >= done.accepted >= done.emitted - 1, f"{done}"
     remaining = account.budget - account.generated
     assert done.offered <= max(min(ceiling, drafts, remaining - 1), 0), f"offered more than could be used: {done}"
-    assert done.copy_sources == 0, "nothing was copied"
+    assert done.copy_sources == 2 ** min(copied, done.offered) - 1, f"{copied} drafts were copied: {done}"
     assert done.emitted <= remaining, f"budget {account.budget} exceeded: {done}"
     if done.finish is not Finish.FAULT:
         assert done.emitted >= 1, f"a running request makes progress: {done}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specdec.testing.conformance.allocation import AllocationConformance
 from specdec.testing.conformance.batching import BatchingConformance, RecordConformance
+from specdec.testing.conformance.copies import CopyConformance
 from specdec.testing.conformance.emitted_law import EmittedLawConformance
 from specdec.testing.conformance.greedy import GreedyConformance
 from specdec.testing.conformance.history import HistoryConformance
@@ -22,6 +23,7 @@ class RoundConformance(
     TerminationConformance,
     RandomnessConformance,
     EmittedLawConformance,
+    CopyConformance,
     OptionsConformance,
     PromptScoreConformance,
     BatchingConformance,
