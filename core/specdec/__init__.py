@@ -2,8 +2,11 @@
 
 Importing this package loads only the standard library and pluggy: the hook markers and the version. Everything else is
 imported from its own module (``specdec.declaration``, ``specdec.catalog``, ``specdec.errors`` ...), and nothing in the
-declaration layer imports torch.
+declaration layer imports torch. ``Engine`` and what its callers need are loaded when they are first asked for.
 """
+
+from importlib import import_module
+from typing import Any
 
 import pluggy
 
@@ -18,4 +21,17 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 #: Marks a hook implementation in a plugin: ``@hookimpl def declare_speculation(): ...``.
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-__all__ = ["PROJECT", "__version__", "hookimpl", "hookspec"]
+_LAZY = {
+    "Engine": "specdec.serving.engine",
+    "Grammar": "specdec.serving.grammar",
+    "Request": "specdec.serving.request",
+    "SamplingParams": "specdec.sampling.params",
+}
+
+__all__ = ["PROJECT", "__version__", "hookimpl", "hookspec", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

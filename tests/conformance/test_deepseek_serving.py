@@ -13,7 +13,7 @@ import torch
 from deepseek_conformance import write_serving_checkpoint
 from serving_runs import run_all, tokens_of
 
-from specdec.control.survival import PrefixSurvival
+from specdec.control.acceptance import AcceptanceHistory
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.round.allocated import AllocatedRound
@@ -121,14 +121,14 @@ def test_historical_survival_learns_from_outcomes_and_not_from_forecasts(prepare
                 captured.temperatures = torch.full((7,), temperature)
             generator = Generator(model)
             emissions = run_all(generator, requests())
-            assert generator.survival is not None
-            learned.append(generator.survival.values)
+            assert generator.acceptance is not None
+            learned.append(generator.acceptance.survival(7))
             forecasts.append([event.forecasts for events in emissions.values() for event in events])
     finally:
         for captured, temperatures in zip(scaled, kept, strict=True):
             captured.temperatures = temperatures
     assert forecasts[0] != forecasts[1]
-    assert learned[0] == learned[1] != PrefixSurvival(7).values
+    assert learned[0] == learned[1] != AcceptanceHistory(7).survival(7)
 
 
 def test_rounds_with_few_rows_verify_less_than_was_offered(prepared: Prepare) -> None:

@@ -229,7 +229,7 @@ def test_few_rows_of_logits_exist_at_once(bench: PromptBench, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_every_score_is_delivered_once_however_often_the_prompt_starts_again(bench: PromptBench, caching: bool) -> None:
+def test_every_score_is_delivered_once_wherever_the_caller_stops(bench: PromptBench, caching: bool) -> None:
     """The caller leaves ``step`` after its first, second, third … event, other requests before and behind."""
     with bench.model(7) as model:
         generator = Generator(model, prefix_cache=prefix_cache(model) if caching else None)
@@ -242,7 +242,7 @@ def test_every_score_is_delivered_once_however_often_the_prompt_starts_again(ben
             events.close()
             if not generator._waiting and not generator._residents:
                 break
-        assert len(found.progress[1]) > 12, "the prompt never started again"
+        assert len(found.progress[1]) > 9, "the prompt was consumed in one go"
         for number, prompt in prompts.items():
             bench.check(found.scores[number], prompt, top=2)
         generator._prefixes.cache.clear()

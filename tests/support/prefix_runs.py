@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
@@ -23,6 +23,9 @@ from specdec.recipes import recipe_book
 from specdec.round.completion import Completion, Finish
 from specdec.round.transaction import ChainRound, FirstToken
 from specdec.sampling.params import SamplingParams
+from specdec.scheduling.device import RoundPlan
+from specdec.scheduling.resident import Resident
+from specdec.serving.device import ModelDevice
 from specdec.serving.generate import Generator
 from specdec.serving.model import LoadedModel
 from specdec.serving.prefixes import prefix_cache
@@ -84,13 +87,55 @@ class Outcome:
     state: dict[str, torch.Tensor]
 
 
+class WatchedDevice:
+    """A model device that checks every window before it is written and keeps the committed state that requests end with."""
+
+    def __init__(self, inner: ModelDevice, *, poison: bool = False) -> None:
+        self.inner = inner
+        self.poison = poison
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+        self._residents: dict[int, Resident] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def admit(self, resident: Resident, reach: int) -> int:
+        consumed = self.inner.admit(resident, reach)
+        self._residents[resident.slot] = resident
+        self._check_window(resident.slot, consumed, len(resident.request.inputs) - consumed)
+        return consumed
+
+    def submit(self, plan: RoundPlan) -> Any:
+        if not plan.first:
+            for lane in plan.lanes:
+                self._check_window(lane.slot, self._residents[lane.slot].consumed, plan.width)
+            if self.poison:
+                for store in self.inner.model.stores:
+                    store.poison()
+        return self.inner.submit(plan)
+
+    def retire(self, slot: int) -> None:
+        resident = self._residents.pop(slot)
+        if resident.entered and resident.settled:
+            with torch.inference_mode():
+                self.states[resident.number] = committed_state(self.inner.model, slot, resident.consumed)
+        self.inner.retire(slot)
+
+    def _check_window(self, slot: int, consumed: int, tokens: int) -> None:
+        """Every page that prompt or round will write is private to the slot."""
+        for lag, pool in enumerate(self.inner.model.pools):
+            first = max(consumed - lag, 0)
+            assert pool.writable(slot, first, max(tokens, 1)), (slot, first, tokens)
+
+
 class WatchedGenerator(Generator):
     """Keeps outcomes and checks every step. poison: overwrite what is not committed state before every round."""
 
     def __init__(self, model: LoadedModel, *, poison: bool = False, **options: Any) -> None:
         super().__init__(model, **options)
-        self.poison = poison
-        self.states: dict[int, dict[str, torch.Tensor]] = {}
+        self.watched = WatchedDevice(self._device, poison=poison)
+        self._scheduler.device = self._scheduler.admission.device = self.watched
+        self.states = self.watched.states
         self.events: dict[int, list[Emission]] = {}
         self.progress: dict[int, list[int]] = {}
         self._sums: dict[tuple[PrefixEntry, int, int], bytes] = {}
@@ -116,7 +161,7 @@ class WatchedGenerator(Generator):
         return Outcome(
             tokens=[token for event in events for token in event.tokens],
             finish=events[-1].finish,
-            records=[evolve(event.completion, request=0, epoch=0, round=0, slot=0) for event in events],
+            records=[event.completion._replace(request=0, epoch=0, round=0, slot=0) for event in events],
             prefilled=self.progress.get(number, []),
             state=self.states.get(number, {}),
         )
@@ -126,31 +171,6 @@ class WatchedGenerator(Generator):
         yield from super().step()
         with torch.inference_mode():
             self.check_published()
-
-    def _claim(self) -> Any:
-        resident = super()._claim()
-        if resident is not None:
-            self._check_window(resident, len(resident.request.inputs) - resident.consumed)
-        return resident
-
-    def _run_round(self, running: Sequence[Any]) -> list[Emission]:
-        for resident in running:
-            self._check_window(resident, self.width)
-        if self.poison:
-            for store in self.model.stores:
-                store.poison()
-        return super()._run_round(list(running))
-
-    def _check_window(self, resident: Any, tokens: int) -> None:
-        """Every page that prompt or round will write is private to the slot."""
-        for lag, pool in enumerate(self.model.pools):
-            first = max(resident.consumed - lag, 0)
-            assert pool.writable(resident.slot, first, max(tokens, 1)), (resident.slot, first, tokens)
-
-    def _retire(self, resident: Any) -> None:
-        if resident.settled:
-            self.states[resident.number] = committed_state(self.model, resident.slot, resident.consumed)
-        super()._retire(resident)
 
     def check_published(self) -> None:
         """Pages that a checkpoint holds have the bytes they had when it was first seen."""

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("specdec.cli.run", "generate text speculatively and say what it gained"),
     "demo": ("specdec.cli.demo", "generate with and without drafts and compare both"),
     "calibrate": ("specdec.cli.calibrate", "fit a drafter's acceptance forecasts to what happens"),
+    "simulate": ("specdec.cli.simulate", "compare width policies on a simulated device, without a model"),
     "inspect": ("specdec.cli.inspect", "compare a checkpoint folder with a recipe, without reading weights"),
 }
 

@@ -24,7 +24,7 @@ from specdec.cli.options import (
     request_options,
     sampling_options,
 )
-from specdec.cli.output import clear_progress, progress, replace_unwritable, say, write
+from specdec.cli.output import check_writable, clear_progress, progress, replace_unwritable, say, write, write_file
 from specdec.cli.refusals import names_options
 from specdec.cli.tables import json_text
 from specdec.errors import ExitCode, UsageError
@@ -59,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     add_sampling_options(parser)
     add_request_options(parser)
     parser.add_argument("--json", action="store_true", help="print text and summary as one JSON object instead")
+    parser.add_argument("--metrics", metavar="FILE", help="write counts and times to FILE at the end, as JSON")
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -95,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
     # Everything that can be refused without the checkpoint is refused before it is opened.
     recipe = recipe_book().recipe(args.recipe)
+    if args.metrics is not None:
+        check_writable("--metrics", args.metrics)
     drafts = args.mtp_draft_tokens
     if args.no_mtp and drafts:
         raise UsageError(f"--no-mtp and --mtp-draft-tokens {drafts} contradict each other; drop one")
@@ -123,10 +126,10 @@ def run(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) -> int:
     from specdec.round.completion import Finish
     from specdec.serving.generate import Generator
+    from specdec.serving.metrics import Metrics
     from specdec.serving.request import Progress
-    from specdec.serving.statistics import DraftStatistics
 
-    statistics = DraftStatistics()
+    metrics = Metrics()
     stream = model.tokenizer.stream()
     pieces: list[str] = []
     tokens: list[int] = []
@@ -134,17 +137,24 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     prompt_logprobs: list[TokenLogprobs] = []
     finish, faults = Finish.NONE, 0
     generator = Generator(model)
-    generator.submit(request)
+    number = generator.submit(request)
     started = time.perf_counter()
+    metrics.submitted(number, started)
+    metrics.admitted(number, started, None, len(request.prompt))
     first_token = None
     while not finish:
+        begun = time.perf_counter()
         for event in generator.step():
             if isinstance(event, Progress):
                 prompt_logprobs.extend(event.logprobs or ())
                 _progress(event.consumed, event.total)
                 continue
-            statistics.add(event.completion, in_round=first_token is not None)
-            first_token = first_token or time.perf_counter()
+            now, record = time.perf_counter(), event.completion
+            if first_token is None:
+                first_token = now
+                metrics.first_token(number, now, len(event.tokens))
+            else:
+                metrics.round(1, record.verify_width, now - begun, [(record, 0, None, len(event.tokens))])
             tokens.extend(event.tokens)
             logprobs.extend(event.logprobs or ())
             finish, faults = event.finish, event.completion.faults
@@ -153,13 +163,14 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
             if not args.json:
                 write(piece, end="")
     finished = time.perf_counter()
+    metrics.finished(number, finish, finished)
     pieces.append(stream.finish())
     first_token = first_token or finished
     summary = {
         "recipe": model.recipe.name,
         "draft_tokens": 0 if request.stop else generator.width - 1,
         "prompt_tokens": len(request.prompt),
-        **summary_of(statistics, finished - first_token),
+        **summary_of(metrics.totals(), finished - first_token),
         "prompt_seconds": first_token - started,
         "finish": finish.name.lower(),
     }
@@ -173,6 +184,8 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     else:
         write(pieces[-1])
         say(summary_text(summary))
+    if args.metrics is not None:
+        write_file("--metrics", args.metrics, json_text(metrics.snapshot()))
     if finish is Finish.FAULT:
         say(f"specdec: error: {fault_text(faults)}; the output ends after {len(tokens)} tokens")
         return int(ExitCode.FAILURE)

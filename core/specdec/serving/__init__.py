@@ -1,1 +1,1 @@
-"""Requests, the loaded model and the generation loop. ``request`` and ``statistics`` are torch-free."""
+"""Requests, the loaded model and the generation loop. ``request``, ``statistics`` and ``metrics`` are torch-free."""

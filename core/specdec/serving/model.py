@@ -229,7 +229,7 @@ class LoadedModel:
             capacities = Capacities(
                 slots=slots,
                 context=config.context,
-                pages=slots * -(-(config.context + horizon) // page),
+                pages=config.pages or slots * -(-(config.context + horizon) // page),
                 max_draft_tokens=recipe.max_draft_tokens,
                 dtype=dtype,
                 prefill_rows=config.prefill_tokens[-1],
@@ -254,6 +254,7 @@ class LoadedModel:
                 extended=config.extended_sampling,
                 vocab_size=target.vocab_size,
                 confidence_width=recipe.confidence_width if config.speculative else 0,
+                grammar=config.grammar,
             )
             rounds = {}
             # the largest shape first: smaller ones then share its scratch

@@ -5,7 +5,6 @@ The cache (``specdec.state.prefix``) decides; this module does the tensor work t
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from specdec.declaration import StateKind, StateLayout
 from specdec.errors import CapacityError
+from specdec.scheduling.resident import TokenRun
 from specdec.state.pages import PagePool
 from specdec.state.prefix import PrefixCache
-from specdec.state.prefix_records import PageCopy, PrefixHash
+from specdec.state.prefix_records import PageCopy
 from specdec.state.store import StateStore
 
 if TYPE_CHECKING:
@@ -70,23 +70,6 @@ def prefix_cache(model: LoadedModel, budget: int | None = None) -> PrefixCache:
     )
 
 
-class TokenRun:
-    """Tokens of one request, prompt and acknowledged output, and the digest of those already published."""
-
-    def __init__(self, prompt: Iterable[int]) -> None:
-        self.tokens = array("q", prompt)
-        self._hash = PrefixHash()
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Adds acknowledged output."""
-        self.tokens.extend(tokens)
-
-    def key(self, length: int) -> bytes:
-        """Digest of the first ``length`` tokens; lengths never decrease from call to call."""
-        self._hash.extend(self.tokens[self._hash.length : length])
-        return self._hash.digest()
-
-
 class PrefixState:
     """Continues slots from checkpoints and makes checkpoints of slots. Host side, between rounds only."""
 
@@ -122,6 +105,13 @@ class PrefixState:
         finally:
             self.cache.settle(claim)
         return claim.consumed
+
+    def extend(self, slot: int, reach: int) -> None:
+        """Gives a slot further pages for ``reach`` tokens in all. Raises CapacityError, changing nothing, if too few are free."""
+        grown = self.cache.extend(slot, reach)
+        for store, pool, more in zip(self.model.paged_stores, self._pools, grown, strict=True):
+            if more:
+                store.set_pages(slot, pool.owned(slot))
 
     def _restore(self, slot: int, state: Snapshots, consumed: int) -> None:
         self.model.target.restore(slot, state["target"], consumed)

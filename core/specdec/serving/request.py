@@ -13,6 +13,7 @@ from specdec.errors import UsageError
 from specdec.round.completion import Completion, Finish
 from specdec.sampling.options import EXTENDED_OPTIONS, MAX_LOGPROBS, options_in_use
 from specdec.sampling.params import SamplingParams
+from specdec.serving.grammar import Grammar
 from specdec.serving.stops import MAX_STOP_STRINGS
 
 
@@ -47,6 +48,10 @@ class Request:
     that is complete before ``min_new_tokens`` tokens were emitted, its last token among them, ends nothing. The host has to read
     a token before the next one may be consumed, so rounds of such a request have no drafts, whatever ``draft_tokens`` says.
 
+    grammar: what the text of the output must be (``Grammar``). Stop ids are allowed exactly where the text is complete, so an
+    output that ends with STOP is valid; the budget, the context or a stop string may cut it anywhere. Only copied drafts are
+    verified for such a request, each row under the grammar after its prefix; drafts of the drafter are not.
+
     output: tokens of this request that an earlier run emitted, when it is resumed. They are not emitted again; they count for
     the budget, penalties, minimum and stop strings. All but the last are consumed, the last is pending, and rounds go on as if
     nothing had happened: the words of a round depend on the seed and the committed position only. A request that takes earlier
@@ -54,7 +59,8 @@ class Request:
     of the position before it, and its output counts start at zero.
 
     Raises UsageError for an empty prompt, a token that is no integer, a budget below 1, a minimum above it, a number out of
-    range, a stop string that is none or empty, too many of them, or an output that already fills the budget.
+    range, a stop string that is none or empty, too many of them, a grammar that is none, or an output that already fills the
+    budget.
     """
 
     prompt: tuple[int, ...] = field(converter=_token_ids)
@@ -68,6 +74,7 @@ class Request:
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = field(default=(), converter=_strings)
     output: tuple[int, ...] = field(default=(), converter=_token_ids)
+    grammar: Grammar | None = None
 
     def __attrs_post_init__(self) -> None:
         if not self.prompt:
@@ -88,6 +95,8 @@ class Request:
         if self.prompt_logprobs is not None:
             why = "0 gives those of prompt tokens alone"
             require_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, why)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise UsageError(f"grammar is {self.grammar!r}; it must be a Grammar, such as Grammar(kind='json')")
         self._check_stop()
         if len(self.output) >= self.max_new_tokens:
             raise UsageError(f"output holds {len(self.output)} tokens, but {budget}; raise it to resume this request")
@@ -121,6 +130,7 @@ class Request:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             stop=self.stop,
+            grammar=self.grammar,
         )
 
     @property
@@ -169,6 +179,8 @@ class Emission:
     the emission that says why the request ended. All of a request's joined are the decoded tokens, cut where the stop string
     begins; ``finish`` is then STOP, which the round's record does not know. A resumed request goes on with the text that its
     earlier output had not released, whether or not a cancellation gave it out.
+
+    error: why a request ended that could not be run on, one line, from engines that end it instead of raising; else None.
     """
 
     request: int
@@ -178,6 +190,7 @@ class Emission:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     forecasts: tuple[float, ...] | None = None
     text: str | None = None
+    error: str | None = None
 
 
 Event = Progress | Emission

@@ -124,6 +124,21 @@ class PrefixCache:
                     copies.append(PageCopy(pool=number, source=source, destination=reserved[number][full], rows=rows))
         return Claim(entry=entry, copies=tuple(copies))
 
+    def extend(self, owner: int, reach: int) -> tuple[bool, ...]:
+        """Gives a slot private pages for ``reach`` tokens in all, evicting entries if pages are short.
+
+        Returns, by pool, whether it got any. Raises CapacityError, leaving the slot's pages as they were, if running requests hold
+        too many.
+        """
+        missing = [pool.needed(reach) - len(pool.owned(owner)) for pool in self.pools]
+        if max(missing, default=0) <= 0:
+            return (False,) * len(self.pools)
+        self._make_room(missing)
+        for pool, count in zip(self.pools, missing, strict=True):
+            if count > 0:
+                pool.reserve(owner, reach)
+        return tuple(count > 0 for count in missing)
+
     def settle(self, claim: Claim) -> None:
         """Ends the protection of what ``claim`` copies from."""
         if claim.entry is not None:

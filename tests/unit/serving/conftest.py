@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -20,9 +20,11 @@ PREFILL_ROWS = 16
 
 
 class Prepare(Protocol):
-    """drafts: None prepares no drafter. extended: with tables for penalties and the like."""
+    """drafts: None prepares no drafter. extended: with tables for penalties and the like. options: of the configuration."""
 
-    def __call__(self, *, concurrency: int = 1, drafts: int | None = 7, extended: bool = False) -> LoadedModel: ...
+    def __call__(
+        self, *, concurrency: int = 1, drafts: int | None = 7, extended: bool = False, **options: Any
+    ) -> LoadedModel: ...
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +42,7 @@ def prepared(directory: Path) -> Prepare:
     recipe = recipe_book().recipe("qwen3.8-flash")
 
     @cache
-    def prepare(*, concurrency: int = 1, drafts: int | None = 7, extended: bool = False) -> LoadedModel:
+    def prepare(*, concurrency: int = 1, drafts: int | None = 7, extended: bool = False, **options: Any) -> LoadedModel:
         config = PreparationConfig.for_recipe(
             recipe,
             concurrency=concurrency,
@@ -49,7 +51,7 @@ def prepared(directory: Path) -> Prepare:
             context=CONTEXT,
             prefill_tokens=(PREFILL_ROWS,),
             extended_sampling=extended,
-            adaptive_verification=False,
+            **{"adaptive_verification": False, **options},
         )
         return LoadedModel.prepare(recipe, config, directory=directory, dtype="float64")
 

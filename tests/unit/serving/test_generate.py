@@ -272,7 +272,7 @@ def test_caller_that_stops_at_any_event_loses_no_slot_page_or_request(prepared: 
     assert [tokens_of(emissions) for emissions in found.values()] == [alone[3][0]]
 
 
-def test_abandoned_prompt_starts_again(prepared: Any, alone: Any) -> None:
+def test_abandoned_prompt_goes_on(prepared: Any, alone: Any) -> None:
     generator = Generator(prepared(concurrency=2), width=4)
     generator.submit(request(0))
     generator.submit(request(5))

@@ -181,7 +181,7 @@ def test_what_the_recipe_cannot_honour_is_refused_before_the_first_round(
     assert list(generator.run()) == []
     for other, use in USES.items():
         if other != name:
-            generator._check(Request(prompt=(1,), **use))
+            generator._device.check(Request(prompt=(1,), **use))
 
 
 # --- ends --------------------------------------------------------------------------------------------------------------

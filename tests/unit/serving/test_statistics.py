@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from completion_records import completion as record
+
 from specdec.round.completion import METADATA_FIELDS, Completion, Field, Finish
 from specdec.serving.statistics import DraftStatistics
-
-
-def record(*, emitted: int, offered: int, accepted: int, verified: int | None = None) -> Completion:
-    row = [0] * METADATA_FIELDS + [7] * emitted + [-1] * (8 - emitted)
-    row[Field.EMITTED], row[Field.OFFERED] = emitted, offered
-    row[Field.VERIFIED], row[Field.ACCEPTED] = offered if verified is None else verified, accepted
-    return Completion.parse(row)
 
 
 def test_no_round_gives_zeros_and_no_depths() -> None:

@@ -1,0 +1,78 @@
+"""What a request's caller gets: emissions of rounds, and last words of requests that no round ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.errors import SpecdecError
+from specdec.round.completion import METADATA_FIELDS, Completion, Field, Finish
+from specdec.scheduling.device import RoundResult
+from specdec.scheduling.resident import Resident
+from specdec.serving.request import Emission, TokenLogprobs
+
+
+def farewell(
+    number: int,
+    finish: Finish,
+    round_number: int,
+    resident: Resident | None,
+    *,
+    text: str | None,
+    error: str | None = None,
+) -> Emission:
+    """The record of a request that no round ended: of what was acknowledged, with nothing emitted. resident: None for one that
+    never ran."""
+    record = [0] * METADATA_FIELDS
+    record[Field.REQUEST], record[Field.ROUND], record[Field.SLOT] = number, round_number, -1
+    record[Field.FINISH] = finish
+    if resident is not None and resident.entered:
+        record[Field.EPOCH], record[Field.SLOT] = resident.epoch, resident.slot
+        record[Field.CONSUMED], record[Field.GENERATED] = resident.consumed, resident.generated
+        record[Field.PENDING] = resident.run.tokens[-1]
+    completion = Completion.parse(record)
+    return Emission(request=number, tokens=(), finish=finish, completion=completion, text=text, error=error)
+
+
+def emission(
+    resident: Resident,
+    completion: Completion,
+    result: RoundResult,
+    lane: int,
+    *,
+    finish: Finish,
+    text: str | None,
+    error: str | None = None,
+) -> Emission:
+    """What a round brought to one request."""
+    wanted = resident.request.logprobs
+    return Emission(
+        request=resident.number,
+        tokens=completion.tokens,
+        finish=finish,
+        completion=completion,
+        logprobs=None if wanted is None else _logprobs(completion.tokens, result.logprobs[lane], wanted),
+        forecasts=None if result.forecasts is None else tuple(result.forecasts[lane][: completion.verify_width - 1]),
+        text=text,
+        error=error,
+    )
+
+
+def last_text(resident: Resident) -> str | None:
+    """Text that a request with stop strings still held back; None for one without."""
+    if not resident.request.stop:
+        return None
+    return "" if resident.matcher is None else resident.matcher.finish()
+
+
+def error_line(error: BaseException) -> str:
+    """One line for a user: a deliberate error's own, another one's with its type."""
+    return str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"
+
+
+def _logprobs(tokens: tuple[int, ...], columns: Sequence[Any], count: int) -> tuple[TokenLogprobs, ...]:
+    """Aligned with the emitted tokens: column j of the frame is the row that decided token j."""
+    return tuple(
+        TokenLogprobs(token=token, logprob=chosen, top=tuple(top[:count]))
+        for token, (chosen, top) in zip(tokens, columns, strict=False)
+    )
