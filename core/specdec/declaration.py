@@ -128,7 +128,7 @@ class Recipe:
     ``checkpoint``, ``model_types``
         the checkpoint the numbers were taken from, and the ``model_type`` values of a ``config.json`` that it accepts.
     ``drafter_method``
-        how drafts are made (``"mtp"`` …); shown to users, never branched on by the core.
+        short name of how drafts are made; shown to users, never branched on by the core.
     ``default_draft_tokens``, ``max_draft_tokens``, ``widths``
         draft tokens K used unless asked otherwise, the largest K, and the verification widths W = K + 1 offered.
     ``speculative_token_capacity``
@@ -149,6 +149,9 @@ class Recipe:
         state and stored tensors of the real checkpoint.
     ``embedded_checkpoint``
         importable ``"package:folder"`` of the small checkpoint that ships with the plugin, or ``None``.
+    ``profiles``
+        importable ``"package:file"`` of the costs and acceptance curves that ``specdec simulate`` takes for this recipe, or
+        ``None``; see :mod:`specdec.simulation.profiles`. Read by that command alone.
     ``inventories``
         importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict) and the open ``Checkpoint``
         and returns its (target, drafter) inventories, where releases differ in what they store those of the form found; or
@@ -183,6 +186,7 @@ class Recipe:
     target_inventory: TensorInventory = field(repr=False)
     drafter_inventory: TensorInventory = field(repr=False)
     embedded_checkpoint: str | None = field(default=None)
+    profiles: str | None = field(default=None)
     inventories: str | None = field(default=None)
     canonical_name: str | None = field(default=None)
     unsupported_options: tuple[str, ...] = field(default=(), converter=as_tuple, validator=tuple_of(str, empty=True))
@@ -249,6 +253,11 @@ class Recipe:
             raise DeclarationError(
                 f"Recipe {self.name!r}: embedded_checkpoint must look like 'package:folder', got {value!r}"
             )
+
+    @profiles.validator
+    def _profiles_form(self, attribute: object, value: str | None) -> None:
+        if value is not None and not _EMBEDDED.fullmatch(value):
+            raise DeclarationError(f"Recipe {self.name!r}: profiles must look like 'package:file', got {value!r}")
 
     @inventories.validator
     @canonical_name.validator

@@ -79,7 +79,7 @@ def _axis_range(values: AxisValues) -> Collection[int]:
 class TensorGroup:
     """Like tensors that differ only by numbers in their names.
 
-    ``name`` is a pattern such as ``"mtp.layers.0.mlp.experts.{e}.up_proj.weight"``. ``axes`` gives for each placeholder the
+    ``name`` is a pattern such as ``"draft.layers.0.mlp.experts.{e}.up_proj.weight"``. ``axes`` gives for each placeholder the
     numbers it takes: an ``int`` n means 0 … n−1, a tuple lists them. A pattern without placeholders is one tensor.
     ``any_length`` declares lists whose length depends on the values stored: the shape is then ``(0,)``, and the totals count
     the tensors but none of their bytes. ``source`` says where shape and dtype are known from.

@@ -75,6 +75,11 @@ REFUSED_OPTIONS = [
         ["--speculative-token-capacity", "3"],
         ["--speculative-token-capacity 3", "at least 6", "widest round has 6 rows"],
     ),
+    (["--history-drafts", "--no-mtp"], ["--history-drafts has no effect: nothing is drafted"]),
+    (["--json-schema", "nowhere.json"], ["--json-schema 'nowhere.json': No such file or directory"]),
+    (["--ebnf", "."], ["--ebnf '.': Is a directory"]),
+    (["--regex", "("], ["regex is not valid: unclosed group"]),
+    (["--trace", "nowhere/file"], ["--trace 'nowhere/file': the folder 'nowhere' does not exist"]),
     (["--temprature", "1"], ["unknown argument '--temprature'; did you mean --temperature?"]),
 ]
 

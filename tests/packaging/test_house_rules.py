@@ -2,11 +2,14 @@
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from specdec.recipes import recipe_book
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "specdec"
@@ -140,6 +143,63 @@ def test_the_core_never_imports_a_plugin() -> None:
     for path in sorted(CORE.rglob("*.py")):
         for module, _, _ in imports(path):
             assert not module.startswith("specdec_"), f"{path.relative_to(ROOT)} imports {module}"
+
+
+#: Options that every recipe has, named for the method that the first drafters had. Their names are an interface.
+METHOD_OPTIONS = re.compile(r"mtp[-_](draft[-_]tokens|adaptive[-_]verification|only)|no[-_]mtp")
+#: Who reported something may be named: an address, or the title of a report up to its number.
+CITATION = re.compile(r"https?://[^\s\"'<>]+|Source: [^.;]*\(arXiv:\d{4}\.\d{4,5}\)")
+
+
+def models_and_drafters() -> re.Pattern[str]:
+    """What installed plugins are called and serve: families (``example`` of ``example-7b``), packages, distributions, methods."""
+    loaded = recipe_book().discovery.loaded
+    assert {plugin.record.name for plugin in loaded} >= {path.parent.name for path in PLUGINS}
+    names = {path.name for path in PLUGINS}
+    for plugin in loaded:
+        names |= {plugin.record.name, plugin.record.distribution}
+        for recipe in plugin.recipes:
+            names |= {recipe.name, recipe.drafter_method, re.split(r"[^a-z]", recipe.name)[0]} - {""}
+    return re.compile(rf"(?<![a-z])({'|'.join(sorted(map(re.escape, names)))})", re.IGNORECASE)
+
+
+def named_in(text: str, names: re.Pattern[str]) -> list[tuple[int, str]]:
+    """(line, name) of each name outside citations and options."""
+    return [
+        (number, found[1])
+        for number, line in enumerate(text.splitlines(), start=1)
+        for found in names.finditer(METHOD_OPTIONS.sub("", CITATION.sub("", line)))
+    ]
+
+
+def test_the_core_names_no_model_and_no_drafter() -> None:
+    names = models_and_drafters()
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {name}"
+        for path in sorted(CORE.rglob("*"))
+        if path.suffix in (".py", ".json")
+        for number, name in named_in(path.read_text(encoding="utf-8"), names)
+    ]
+    assert not found, "what is known of one model belongs to its plugin:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "caught"),
+    [
+        ('DEFAULT = "qwen3.8-flash"', True),
+        ('"note": "Qwen3-Next, 3 drafts"', True),
+        ("from specdec_glm53 import recipe", True),
+        ('{"mtp8-gsm8k": 1.0}', True),
+        ("its MTP layer", True),
+        ("a DSpark block, see https://github.com/vllm-project/vllm", True),
+        ("as DeepSeek-V3 does", True),
+        ('"source": "https://huggingface.co/x/GLM-5.2-speculator.dspark-preview"', False),
+        ("Source: DeepSeek-V3 technical report (arXiv:2412.19437), section 2.1.2.", False),
+        ("--mtp-draft-tokens 0 contradicts --no-mtp; args.mtp_draft_tokens, config.mtp_only", False),
+    ],
+)
+def test_names_are_recognised(line: str, caught: bool) -> None:
+    assert bool(named_in(line, models_and_drafters())) == caught
 
 
 def test_no_file_holds_too_much() -> None:

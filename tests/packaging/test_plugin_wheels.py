@@ -39,9 +39,10 @@ def test_the_wheel_holds_the_package_and_no_training(plugin: str, wheels: dict[s
     expected = {
         str(path.relative_to(package(plugin).parent))
         for path in package(plugin).rglob("*")
-        if path.is_file() and (path.suffix == ".py" or "tiny" in path.parts)
+        if path.is_file() and (path.suffix in (".py", ".json") or "tiny" in path.parts)
     }
-    assert {name for name in held if name.endswith(".py") or "/tiny/" in name} == expected
+    assert {name for name in held if name.endswith((".py", ".json")) or "/tiny/" in name} == expected
+    assert f"{package(plugin).name}/profiles.json" in expected
     assert not [name for name in held if "training" in name]
     assert f"{info}/licenses/LICENSE" in held
     with zipfile.ZipFile(wheels[own]) as archive:
@@ -61,6 +62,8 @@ def test_the_recipe_is_listed_and_no_other(plugin: str, installed: Path, tmp_pat
     assert [recipe["name"] for recipe in recipes] == [RECIPES[plugin]]
     plugins = json.loads(run(specdec, "plugins", "--json", cwd=tmp_path))
     assert [(one["distribution"], one["status"]) for one in plugins] == [(distribution(plugin), "loaded")]
+    profiles = json.loads(run(specdec, "simulate", "--list", "--json", cwd=tmp_path))
+    assert {one["recipe"] for one in profiles} == {RECIPES[plugin], None}
     others = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml") if path.parent.name != plugin)
     assert "qwen38" in others
     places = run(

@@ -24,9 +24,13 @@ def test_both_are_built(wheels: dict[str, Path]) -> None:
 
 def test_the_core_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path]) -> None:
     held = names(wheels["specdec-core"])
-    expected = {str(path.relative_to(ROOT / "core")) for path in (ROOT / "core" / "specdec").rglob("*.py")}
+    expected = {
+        str(path.relative_to(ROOT / "core"))
+        for path in (ROOT / "core" / "specdec").rglob("*")
+        if path.suffix in (".py", ".json")
+    }
     info = "specdec_core-0.1.0.dist-info"
-    assert {name for name in held if name.endswith(".py")} == expected
+    assert {name for name in held if name.endswith((".py", ".json"))} == expected
     assert "specdec/py.typed" in held
     assert {name.split("/")[0] for name in held} == {"specdec", info}
     with zipfile.ZipFile(wheels["specdec-core"]) as archive:
@@ -42,9 +46,10 @@ def test_the_plugin_wheel_holds_the_small_checkpoint_and_no_training(wheels: dic
     expected = {
         str(path.relative_to(PACKAGE.parent))
         for path in PACKAGE.rglob("*")
-        if path.is_file() and (path.suffix == ".py" or "tiny" in path.parts)
+        if path.is_file() and (path.suffix in (".py", ".json") or "tiny" in path.parts)
     }
-    assert {name for name in held if name.endswith(".py") or "/tiny/" in name} == expected
+    assert {name for name in held if name.endswith((".py", ".json")) or "/tiny/" in name} == expected
+    assert f"{PACKAGE.name}/profiles.json" in expected
     assert not [name for name in held if "training" in name]
     with zipfile.ZipFile(wheels["specdec-qwen38"]) as archive:
         assert "[specdec]\nqwen38 = specdec_qwen38.plugin" in archive.read(f"{info}/entry_points.txt").decode()
@@ -84,6 +89,9 @@ def test_the_command_works_from_wheels(installed: Path, tmp_path: Path) -> None:
     ]
     assert "qwen3.8-flash" in run(specdec, "recipes", cwd=tmp_path)
     assert "qwen3.8-flash" in run(specdec, "recipes", "--help", cwd=tmp_path)
+    # profiles of the wheels' own files, and that of the only recipe where none is named
+    simulated = json.loads(run(specdec, "simulate", "--requests", "4", "--json", cwd=tmp_path))
+    assert simulated["profile"] == "qwen3.8-flash"
     generated = json.loads(
         run(specdec, "run", "qwen3.8-flash", "--prompt", "def f(", "--max-new-tokens", "4", "--json", cwd=tmp_path)
     )

@@ -155,7 +155,7 @@ def _requests(
                     "forecasts of this drafter are too low at this depth; calibrate fewer drafts with --mtp-draft-tokens"
                 )
             known = len(found)
-        sampling = model.defaults.sampling(**{**options, "seed": args.seed + number})
+        sampling = model.defaults.sampling(**{**options, "seed": options["seed"] + number})
         yield Request(prompt=tuple(prompt), sampling=sampling, max_new_tokens=args.max_new_tokens, ignore_eos=True)
 
 

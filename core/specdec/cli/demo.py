@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     requests = [
         Request(
             prompt=prompt,
-            sampling=speculative.defaults.sampling(**{**options, "seed": (args.seed + number) % INT64_LIMIT}),
+            sampling=speculative.defaults.sampling(**{**options, "seed": (options["seed"] + number) % INT64_LIMIT}),
             max_new_tokens=args.max_new_tokens,
         )
         for number, prompt in enumerate(prompts)

@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from specdec.checkpoint.tokenizer import Tokenizer
     from specdec.declaration import Recipe
     from specdec.preparation import PreparationConfig
+    from specdec.serving.grammar import Grammar
     from specdec.serving.model import LoadedModel
 
 __all__ = [
     "PREFILL_ROWS",
+    "add_grammar_options",
     "add_model_options",
     "add_request_options",
     "add_sampling_options",
     "checkpoint_basics",
     "context_for",
+    "grammar_option",
     "preparation",
     "prepared_model",
     "request_options",
@@ -76,7 +79,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--greedy", action="store_true", help="always the most probable token, instead of the four options above"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="key of the random stream (default: 0)")
+    group.add_argument("--seed", type=int, metavar="N", help="key of the random stream (default: 0)")
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -125,12 +128,56 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_grammar_options(parser: argparse.ArgumentParser) -> None:
+    """Options that constrain the output's text; at most one of them."""
+    group = parser.add_argument_group(
+        "grammar", "The output's text satisfies it; decoded without the drafter's drafts. Needs the extra 'grammar'."
+    ).add_mutually_exclusive_group()
+    group.add_argument("--json-object", action="store_true", help="any JSON object")
+    group.add_argument("--json-schema", metavar="FILE", help="a JSON value that this JSON schema admits")
+    group.add_argument("--regex", metavar="PATTERN", help="a text that this regular expression matches as a whole")
+    group.add_argument("--ebnf", metavar="FILE", help="a text of the rule 'root' of this grammar, name ::= …")
+
+
+def grammar_option(args: argparse.Namespace, recipe: Recipe) -> Grammar | None:
+    """The grammar that the options ask for, None for none.
+
+    Raises UsageError for a file that cannot be read, or if the recipe cannot honour grammars.
+    """
+    from specdec.sampling.options import refuse_unsupported
+    from specdec.serving.grammar import Grammar
+
+    grammar = None
+    if args.json_object:
+        grammar = Grammar(kind="json")
+    elif args.regex is not None:
+        grammar = Grammar(kind="regex", text=args.regex)
+    for kind in ("json_schema", "ebnf"):
+        path = getattr(args, kind)
+        if path is not None:
+            try:
+                text = Path(path).read_bytes().decode("utf-8")
+            except (OSError, UnicodeError) as error:
+                why = getattr(error, "strerror", None) or "not UTF-8 text"
+                raise UsageError(f"{option(kind)} {path!r}: {why}; give a readable UTF-8 file") from error
+            grammar = Grammar(kind=kind, text=text)
+    if grammar is not None:
+        refuse_unsupported(recipe, {"grammar": grammar})
+    return grammar
+
+
 def preparation(
-    args: argparse.Namespace, recipe: Recipe, *, speculative: bool, draft_tokens: int | None = None
+    args: argparse.Namespace,
+    recipe: Recipe,
+    *,
+    speculative: bool,
+    draft_tokens: int | None = None,
+    adaptive: bool = False,
 ) -> PreparationConfig:
     """What the options ask to prepare for one request at a time; the context is the caller's to set where none was given.
 
-    speculative: whether the drafter is prepared. draft_tokens: None takes the recipe's default.
+    speculative: whether the drafter is prepared. draft_tokens: None takes the recipe's default. adaptive: whether the drafts of
+    each round are chosen or always the most.
     Loads nothing. Raises UsageError if an option is out of range for the recipe or contradicts another.
     """
     from specdec.preparation import PreparationConfig
@@ -151,7 +198,7 @@ def preparation(
         speculative_token_capacity=args.speculative_token_capacity,
         context=2 if args.context is None else args.context,
         prefill_tokens=(PREFILL_ROWS,),
-        adaptive_verification=False,
+        adaptive_verification=adaptive,
     )
 
 
@@ -168,7 +215,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     penalties = {name: value for name, value in penalties.items() if value is not None}
     if getattr(args, "logit_bias", None):
         penalties["logit_bias"] = tuple(_bias(text) for text in args.logit_bias)
-    options = {**filters, "seed": args.seed, **penalties}
+    options = {**filters, "seed": 0 if args.seed is None else args.seed, **penalties}
     for name, value in options.items():
         SamplingParams(**{name: value})
     if args.greedy and filters:

@@ -126,6 +126,7 @@ def _details(book: RecipeBook, recipe: Recipe) -> dict[str, Any]:
         **_summary(book, recipe),
         "checkpoint": recipe.checkpoint,
         "embedded_checkpoint": recipe.embedded_checkpoint,
+        "profiles": recipe.profiles,
         "model_types": list(recipe.model_types),
         "widths": list(recipe.widths.widths),
         "speculative_token_capacity": recipe.speculative_token_capacity,

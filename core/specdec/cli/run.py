@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.options import (
     PREFILL_ROWS,
+    add_grammar_options,
     add_model_options,
     add_request_options,
     add_sampling_options,
     checkpoint_basics,
     context_for,
+    grammar_option,
     preparation,
     prepared_model,
     request_options,
@@ -55,11 +57,24 @@ def add_parser(subparsers: Any) -> None:
         help="draft tokens per round (default and maximum: 'specdec recipes'); 0 runs ordinary decoding",
     )
     parser.add_argument("--no-mtp", action="store_true", help="do not prepare the drafter at all")
+    parser.add_argument(
+        "--mtp-adaptive-verification",
+        action=argparse.BooleanOptionalAction,
+        help="choose the drafts of every round by what they bring and cost, or always take the most (default: choose, unless "
+        "--seed asks for a text that repeats)",
+    )
+    parser.add_argument(
+        "--history-drafts",
+        action="store_true",
+        help="also copy drafts from what was generated before, for recipes that offer it",
+    )
     add_model_options(parser)
     add_sampling_options(parser)
     add_request_options(parser)
+    add_grammar_options(parser)
     parser.add_argument("--json", action="store_true", help="print text and summary as one JSON object instead")
     parser.add_argument("--metrics", metavar="FILE", help="write counts and times to FILE at the end, as JSON")
+    parser.add_argument("--trace", metavar="FILE", help="write a JSON line per round to FILE: what was chosen and why")
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -96,15 +111,23 @@ def run(args: argparse.Namespace) -> int:
 
     # Everything that can be refused without the checkpoint is refused before it is opened.
     recipe = recipe_book().recipe(args.recipe)
-    if args.metrics is not None:
-        check_writable("--metrics", args.metrics)
+    for name in ("metrics", "trace"):
+        if getattr(args, name) is not None:
+            check_writable(f"--{name}", getattr(args, name))
     drafts = args.mtp_draft_tokens
     if args.no_mtp and drafts:
         raise UsageError(f"--no-mtp and --mtp-draft-tokens {drafts} contradict each other; drop one")
     # no drafts: ordinary decoding, which needs no drafter
-    config = preparation(args, recipe, speculative=not args.no_mtp and drafts != 0, draft_tokens=drafts)
+    speculative = not args.no_mtp and drafts != 0
+    if args.history_drafts and not (speculative and recipe.supports_history_drafts):
+        why = f"recipe {recipe.name!r} offers none" if speculative else "nothing is drafted"
+        raise UsageError(f"--history-drafts has no effect: {why}; leave it out")
+    adaptive = args.mtp_adaptive_verification
+    # which drafts a round has decides which words its tokens are drawn with, and measured times decide the drafts
+    adaptive = args.seed is None if adaptive is None else adaptive
+    config = preparation(args, recipe, speculative=speculative, draft_tokens=drafts, adaptive=adaptive)
     options = sampling_options(args)
-    others = request_options(args, recipe, options)
+    others = {**request_options(args, recipe, options), "grammar": grammar_option(args, recipe)}
     text = read_prompt(args)
     tokenizer, limit = checkpoint_basics(args, recipe)
     prompt = tokenizer.encode(text)
@@ -117,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     from specdec.serving.request import Request
 
     request = Request(prompt=prompt, sampling=SamplingParams(**options), max_new_tokens=args.max_new_tokens, **others)
-    config = evolve(config, context=context, extended_sampling=request.extended)
+    config = evolve(config, context=context, extended_sampling=request.extended, grammar=request.grammar is not None)
     model = prepared_model(args, recipe, config)
     request = evolve(request, sampling=model.defaults.sampling(**options))
     return _generate(args, model, request)
@@ -125,52 +148,40 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) -> int:
     from specdec.round.completion import Finish
-    from specdec.serving.generate import Generator
-    from specdec.serving.metrics import Metrics
+    from specdec.serving.engine import Engine
     from specdec.serving.request import Progress
 
-    metrics = Metrics()
-    stream = model.tokenizer.stream()
     pieces: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
-    finish, faults = Finish.NONE, 0
-    generator = Generator(model)
-    number = generator.submit(request)
-    started = time.perf_counter()
-    metrics.submitted(number, started)
-    metrics.admitted(number, started, None, len(request.prompt))
+    finish, faults, error = Finish.NONE, 0, None
     first_token = None
-    while not finish:
-        begun = time.perf_counter()
-        for event in generator.step():
+    # one request: nothing is gained by a round that is queued behind another
+    with Engine(model, history_drafts=args.history_drafts, queue_depth=1, trace=args.trace) as engine:
+        stream = engine.submit(request)
+        started = time.perf_counter()
+        for event in stream:
             if isinstance(event, Progress):
                 prompt_logprobs.extend(event.logprobs or ())
                 _progress(event.consumed, event.total)
                 continue
-            now, record = time.perf_counter(), event.completion
-            if first_token is None:
-                first_token = now
-                metrics.first_token(number, now, len(event.tokens))
-            else:
-                metrics.round(1, record.verify_width, now - begun, [(record, 0, None, len(event.tokens))])
+            first_token = first_token or time.perf_counter()
             tokens.extend(event.tokens)
             logprobs.extend(event.logprobs or ())
-            finish, faults = event.finish, event.completion.faults
-            piece = stream.push(event.tokens) if event.text is None else event.text
-            pieces.append(piece)
+            finish, faults, error = event.finish, event.completion.faults, event.error
+            pieces.append(stream.piece(event))
             if not args.json:
-                write(piece, end="")
+                write(pieces[-1], end="")
     finished = time.perf_counter()
-    metrics.finished(number, finish, finished)
-    pieces.append(stream.finish())
     first_token = first_token or finished
+    drafts = args.history_drafts or not (request.stop or request.grammar)
     summary = {
         "recipe": model.recipe.name,
-        "draft_tokens": 0 if request.stop else generator.width - 1,
+        "draft_tokens": model.config.max_draft_tokens if drafts and not request.stop else 0,
+        "adaptive": model.config.adaptive_verification and model.config.max_draft_tokens > 0,
         "prompt_tokens": len(request.prompt),
-        **summary_of(metrics.totals(), finished - first_token),
+        **summary_of(engine.metrics.totals(), finished - first_token),
         "prompt_seconds": first_token - started,
         "finish": finish.name.lower(),
     }
@@ -182,12 +193,12 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
             data["prompt_logprobs"] = [_logprobs_data(one) for one in prompt_logprobs]
         write(json_text(data))
     else:
-        write(pieces[-1])
+        write("")
         say(summary_text(summary))
     if args.metrics is not None:
-        write_file("--metrics", args.metrics, json_text(metrics.snapshot()))
+        write_file("--metrics", args.metrics, json_text(engine.metrics.snapshot()))
     if finish is Finish.FAULT:
-        say(f"specdec: error: {fault_text(faults)}; the output ends after {len(tokens)} tokens")
+        say(f"specdec: error: {error or fault_text(faults)}; the output ends after {len(tokens)} tokens")
         return int(ExitCode.FAILURE)
     return int(ExitCode.OK)
 

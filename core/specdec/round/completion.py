@@ -79,5 +79,7 @@ class Completion(NamedTuple):
     @classmethod
     def parse(cls, record: Sequence[int]) -> Completion:
         """record: sixteen fields and padded tokens, as read from a frame."""
-        tokens = tuple(record[METADATA_FIELDS : METADATA_FIELDS + record[_EMITTED]])
-        return cls(*record[:_FINISH], _FINISHES[record[_FINISH]], *record[_FINISH + 1 : METADATA_FIELDS], tokens)
+        fields = list(record[:METADATA_FIELDS])
+        fields[_FINISH] = _FINISHES[fields[_FINISH]]
+        fields.append(tuple(record[METADATA_FIELDS : METADATA_FIELDS + fields[_EMITTED]]))  # type: ignore[arg-type]
+        return cls._make(fields)

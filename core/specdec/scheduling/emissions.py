@@ -1,4 +1,4 @@
-"""What a request's caller gets: emissions of rounds, and last words of requests that no round ended."""
+"""What a request's caller gets beside a round's tokens: log-probabilities, and the last words of requests that no round ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.round.completion import METADATA_FIELDS, Completion, Field, Finish
-from specdec.scheduling.device import RoundResult
 from specdec.scheduling.resident import Resident
 from specdec.serving.request import Emission, TokenLogprobs
 
@@ -34,30 +33,6 @@ def farewell(
     return Emission(request=number, tokens=(), finish=finish, completion=completion, text=text, error=error)
 
 
-def emission(
-    resident: Resident,
-    completion: Completion,
-    result: RoundResult,
-    lane: int,
-    *,
-    finish: Finish,
-    text: str | None,
-    error: str | None = None,
-) -> Emission:
-    """What a round brought to one request."""
-    wanted = resident.request.logprobs
-    return Emission(
-        request=resident.number,
-        tokens=completion.tokens,
-        finish=finish,
-        completion=completion,
-        logprobs=None if wanted is None else _logprobs(completion.tokens, result.logprobs[lane], wanted),
-        forecasts=None if result.forecasts is None else tuple(result.forecasts[lane][: completion.verify_width - 1]),
-        text=text,
-        error=error,
-    )
-
-
 def last_text(resident: Resident) -> str | None:
     """Text that a request with stop strings still held back; None for one without."""
     if not resident.request.stop:
@@ -70,7 +45,7 @@ def error_line(error: BaseException) -> str:
     return str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"
 
 
-def _logprobs(tokens: tuple[int, ...], columns: Sequence[Any], count: int) -> tuple[TokenLogprobs, ...]:
+def emitted_logprobs(tokens: tuple[int, ...], columns: Sequence[Any], count: int) -> tuple[TokenLogprobs, ...]:
     """Aligned with the emitted tokens: column j of the frame is the row that decided token j."""
     return tuple(
         TokenLogprobs(token=token, logprob=chosen, top=tuple(top[:count]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import define, field
 
-from specdec.scheduling.device import RoundPlan
+from specdec.scheduling.device import LanePlan, RoundPlan
 from specdec.serving.grammar import GrammarState
 from specdec.serving.request import Request
 from specdec.serving.stops import StopMatcher
@@ -48,11 +48,11 @@ class Resident:
 
     budget: most new tokens. context_bound: the context, not max_new_tokens, sets it. run: inputs and acknowledged output.
     extended: its rounds must be extended ones. host_decides: the host must read each of its rounds before the next, for its stop
-    strings or its grammar. consumed: inputs whose state the slot holds, as acknowledged. entered: the prompt is consumed, rounds
-    may run. started: its first token was sampled. flights: its submitted and unacknowledged rounds. lost: a round of it was
-    submitted and never acknowledged, so the slot's state is not known to be that of ``consumed``. matcher: looks for stop
-    strings, None if there are none. grammar: where its output stands, None without one. scores: prompt scores being read, the
-    device's own object.
+    strings or its grammar. generated: tokens emitted, earlier output included. consumed: inputs whose state the slot holds, as
+    acknowledged. entered: the prompt is consumed, rounds may run. started: its first token was sampled. flights: its submitted
+    and unacknowledged rounds. lost: a round of it was submitted and never acknowledged, so the slot's state is not known to be
+    that of ``consumed``. matcher: looks for stop strings, None if there are none. grammar: where its output stands, None without
+    one. plan: the last one without copies and masks, to be used again. scores: prompt scores being read, the device's own object.
     """
 
     number: int
@@ -64,6 +64,7 @@ class Resident:
     run: TokenRun
     extended: bool = field(init=False)
     host_decides: bool = field(init=False)
+    generated: int = field(init=False)
     consumed: int = 0
     entered: bool = False
     started: bool = False
@@ -71,10 +72,12 @@ class Resident:
     lost: bool = False
     matcher: StopMatcher | None = None
     grammar: GrammarState | None = None
+    plan: LanePlan | None = None
     scores: Any = None
 
     def __attrs_post_init__(self) -> None:
         self.extended = self.request.extended
+        self.generated = len(self.request.output)
         self.host_decides = bool(self.request.stop) or self.request.grammar is not None
 
     @property
@@ -96,8 +99,3 @@ class Resident:
     def output(self) -> tuple[int, ...]:
         """Everything emitted so far, earlier output of a resumed request included."""
         return tuple(self.run.tokens[len(self.request.prompt) :])
-
-    @property
-    def generated(self) -> int:
-        """Tokens emitted so far."""
-        return len(self.run.tokens) - len(self.request.prompt) if self.entered else len(self.request.output)

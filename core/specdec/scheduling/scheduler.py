@@ -22,11 +22,12 @@ from specdec.errors import CapacityError, UsageError
 from specdec.round.completion import Completion, Field, Finish
 from specdec.scheduling.admission import Admission
 from specdec.scheduling.device import FRAMES, Device, LanePlan, RoundPlan, RoundResult
-from specdec.scheduling.emissions import emission
+from specdec.scheduling.emissions import emitted_logprobs
 from specdec.scheduling.policy import Outcome, Prospect, WidthPolicy
 from specdec.scheduling.resident import Resident
 from specdec.serving.metrics import LaneRecord, Metrics
 from specdec.serving.request import Emission, Event, Request
+from specdec.serving.stops import StopMatcher
 
 if TYPE_CHECKING:
     from specdec.control.trace import TraceWriter
@@ -91,6 +92,8 @@ class Scheduler:
         )
         self.flights: deque[_Flight] = deque()
         self._ready: deque[Emission] = deque()
+        # the last submission was of first tokens
+        self._first_last = False
         self._check_records = check_records
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -137,24 +140,29 @@ class Scheduler:
         while len(self.flights) < self.queue_depth:
             residents = list(self.admission.residents.values())
             newcomers = [one for one in residents if one.entered and not one.started and not one.flights]
-            if newcomers:
-                lanes = tuple(self._lane(Prospect(one, 0, None)) for one in newcomers)
+            # newcomers that end with their first token make room for others: those who run get a round in between
+            passed_over = self._first_last and any(one.started and not one.flights for one in residents)
+            if newcomers and not passed_over:
+                lanes = [self._lane(one, 0)[0] for one in newcomers]
                 return self._launch(self._plan(newcomers, lanes, 1, first=True), newcomers)
             running = self._may_run(residents)
             if not running:
                 return False
-            prospects = [self._prospect(one) for one in running]
-            lanes = tuple(map(self._lane, prospects))
-            batch, width, decision = self.device.batch_for(len(running)), 1, None
-            if any(lane.ceiling for lane in lanes):
-                prospects = [
-                    Prospect(one, lane.ceiling, copy) for (one, _, copy), lane in zip(prospects, lanes, strict=True)
-                ]
+            drafts = self.policy.drafts
+            lanes, prospects, drafting = [], [], False
+            for one in running:
+                lane, copy = self._lane(one, drafts)
+                lanes.append(lane)
+                prospects.append(Prospect(one, lane.ceiling, copy))
+                drafting = drafting or lane.ceiling > 0
+            width, decision = 1, None
+            if drafting:
+                batch = self.device.batch_for(len(running))
                 decision = self.policy.choose(batch, self.device.widths(batch), prospects)
                 width = decision.width
             try:
-                for resident in running:
-                    self.admission.reserve(resident, width)
+                for one in running:
+                    self.admission.reserve(one, width)
             except CapacityError as error:
                 # pages are short: what is in flight is read first, then the last one admitted steps back
                 if self.flights:
@@ -182,62 +190,62 @@ class Scheduler:
             and not (barrier and (all_decided or one.host_decides))
         ]
 
-    def _prospect(self, resident: Resident) -> Prospect:
-        request = resident.request
+    def _lane(self, resident: Resident, drafts: int) -> tuple[LanePlan, Copy | None]:
+        """What a lane may do in its next round, of at most ``drafts`` drafts, and the copy that begins them."""
+        request, copy = resident.request, None
+        if request.draft_tokens is not None and request.draft_tokens < drafts:
+            drafts = request.draft_tokens
         if request.stop:
-            return Prospect(resident, 0, None)  # a token behind a stop string must not be consumed
-        drafts = self.policy.drafts
-        ceiling = drafts if request.draft_tokens is None else min(drafts, request.draft_tokens)
-        copy = None
-        if self.history is not None and ceiling:
+            drafts = 0  # a token behind a stop string must not be consumed
+        if drafts and self.history is not None:
             found = self.history.lookup(resident.run.tokens[-8:])
-            copy = None if found is None else Copy(found.tokens[:ceiling], found.match_length)
-        if request.grammar is not None:
+            if found is not None:
+                copy = Copy(found.tokens[:drafts], found.match_length)
+        if resident.grammar is not None:
             # learned drafts have no masks: only the device knows them
-            ceiling = 0 if copy is None else len(copy.tokens)
-        return Prospect(resident, ceiling, copy)
-
-    @staticmethod
-    def _lane(prospect: Prospect) -> LanePlan:
-        resident, ceiling, copy = prospect
-        copies, match = ((), None) if copy is None else (copy.tokens, copy.match_length)
-        if resident.grammar is None:
-            return LanePlan(slot=resident.slot, ceiling=ceiling, copies=copies, match_length=match)
-        masks = tuple(resident.grammar.rows(copies))
-        kept = len(masks) - 1
-        return LanePlan(slot=resident.slot, ceiling=kept, copies=copies[:kept], match_length=match, masks=masks)
+            masks = tuple(resident.grammar.rows(() if copy is None else copy.tokens))
+            drafts = len(masks) - 1
+            copy = None if copy is None or not drafts else Copy(copy.tokens[:drafts], copy.match_length)
+            return _lane_plan(resident, drafts, copy, masks), copy
+        if copy is not None:
+            return _lane_plan(resident, drafts, copy, None), copy
+        # most rounds of most requests: the same plan as before
+        if resident.plan is None or resident.plan.ceiling != drafts:
+            resident.plan = _lane_plan(resident, drafts, None, None)
+        return resident.plan, None
 
     def _plan(
-        self, residents: Sequence[Resident], lanes: tuple[LanePlan, ...], width: int, *, first: bool = False
+        self, residents: Sequence[Resident], lanes: Sequence[LanePlan], width: int, *, first: bool = False
     ) -> RoundPlan:
         page = self.device.page_tokens
-        crossing = any((one.consumed + one.ahead + width) // page > one.consumed // page for one in residents)
+        crossing = self.device.publishes and any(
+            (one.consumed + one.ahead + width) // page > one.consumed // page for one in residents
+        )
         return RoundPlan(
             number=self.admission.next_round,
             batch=self.device.batch_for(len(lanes)),
             width=width,
-            lanes=lanes,
-            boundary=self.device.publishes and crossing and not first,
+            lanes=tuple(lanes),
+            boundary=crossing and not first,
             extended=any(one.extended for one in residents),
             first=first,
         )
 
     def _launch(self, plan: RoundPlan, lanes: Sequence[Resident], decision: Any = None) -> bool:
         """Submits. Whatever interrupts it leaves its lanes unsettled: the device may be a round ahead of the host."""
-        known = [one.lost for one in lanes]
-        for one in lanes:
-            one.lost = True
         try:
             handle = self.device.submit(plan)
-        except Exception as error:
-            if not self.admission.isolate:
+        except BaseException as error:
+            for one in lanes:
+                one.lost = True
+            if not self.admission.isolate or not isinstance(error, Exception):
                 raise
             self._fail(lanes, error)
             return True
+        self._first_last = plan.first
         self.flights.append(_Flight(plan=plan, lanes=tuple(lanes), handle=handle, decision=decision))
         self.admission.next_round += 1
-        for one, lost in zip(lanes, known, strict=True):
-            one.lost = lost
+        for one in lanes:
             one.flights.append(plan)
         return True
 
@@ -264,10 +272,14 @@ class Scheduler:
             return []
         events: list[Emission] = []
         outcomes: list[Outcome] = []
+        present, number = self.admission.residents.get, plan.number
         for lane, (resident, record) in enumerate(zip(flight.lanes, result.records, strict=True)):
-            identity = (record[_REQUEST], record[_EPOCH], record[_ROUND])
-            present = self.admission.residents.get(resident.slot) is resident
-            if not present or identity != (resident.number, resident.epoch, plan.number):
+            if (
+                record[_REQUEST] != resident.number
+                or record[_EPOCH] != resident.epoch
+                or record[_ROUND] != number
+                or present(resident.slot) is not resident
+            ):
                 continue  # a late record: of a cancelled request, an earlier owner of the slot or an earlier round
             completion = Completion.parse(record)
             outcomes.append(Outcome(plan.lanes[lane], resident, completion))
@@ -285,25 +297,31 @@ class Scheduler:
             if self.admission.residents.get(resident.slot) is resident:
                 self.admission.fail(resident, error)
 
-    def _apply(
-        self, resident: Resident, completion: Completion, flight: _Flight, lane: int, result: RoundResult
-    ) -> Emission:
+    def _apply(self, resident: Resident, done: Completion, flight: _Flight, lane: int, result: RoundResult) -> Emission:
+        """Takes one lane's record in: what its request's caller gets."""
+        tokens, finish = done.tokens, done.finish
         resident.started, resident.lost = True, False
-        finish, error = completion.finish, None
+        resident.run.tokens.extend(tokens)
+        resident.generated += done.emitted
+        resident.consumed = done.consumed
         if finish is Finish.LENGTH and resident.context_bound:
             finish = Finish.CONTEXT
-        resident.run.extend(completion.tokens)
-        resident.consumed = completion.consumed
+        text = error = logprobs = forecasts = None
         if self.history is not None:
-            self.history.append(resident.number, completion.tokens)
+            self.history.append(resident.number, tokens)
         if resident.grammar is not None:
-            finish, error = _advance(resident, completion.tokens, finish)
-        text, finish = _match(resident, completion.tokens, finish)
+            finish, error = _advance(resident, tokens, finish)
+        if resident.matcher is not None:
+            text, finish = _match(resident.matcher, tokens, finish)
         if self.device.publishes and finish is not Finish.FAULT:
-            self._publish(resident, completion, finish, flight, lane)
+            self._publish(resident, done, finish, flight, lane)
         if finish is not Finish.NONE:
             self.admission.retire(resident)
-        return emission(resident, completion, result, lane, finish=finish, text=text, error=error)
+        if resident.request.logprobs is not None:
+            logprobs = emitted_logprobs(tokens, result.logprobs[lane], resident.request.logprobs)
+        if result.forecasts is not None:
+            forecasts = tuple(result.forecasts[lane][: done.verify_width - 1])
+        return Emission(resident.number, tokens, finish, done, logprobs, forecasts, text, error)
 
     def _publish(self, resident: Resident, completion: Completion, finish: Finish, flight: _Flight, lane: int) -> None:
         """Makes checkpoints at the page boundary that an acknowledged round crossed and, if it was the last, at its end."""
@@ -343,11 +361,14 @@ def _drain(emissions: deque[Emission]) -> Iterator[Emission]:
         yield emissions.popleft()
 
 
-def _match(resident: Resident, tokens: tuple[int, ...], finish: Finish) -> tuple[str | None, Finish]:
-    """Text that acknowledged tokens release, and whether the request ends, for one with stop strings."""
-    matcher = resident.matcher
-    if matcher is None:
-        return None, finish
+def _lane_plan(resident: Resident, drafts: int, copy: Copy | None, masks: tuple[bytes, ...] | None) -> LanePlan:
+    if copy is None:
+        return LanePlan(slot=resident.slot, ceiling=drafts, masks=masks)
+    return LanePlan(slot=resident.slot, ceiling=drafts, copies=copy.tokens, match_length=copy.match_length, masks=masks)
+
+
+def _match(matcher: StopMatcher, tokens: tuple[int, ...], finish: Finish) -> tuple[str, Finish]:
+    """Text that acknowledged tokens release, and whether the request ends."""
     found = matcher.push(tokens)
     assert found.kept == len(tokens), "rounds of such a request emit one token"
     text = found.text if finish is Finish.NONE else found.text + matcher.finish()

@@ -20,6 +20,7 @@ from attrs import define, field, frozen
 from specdec.checkpoint.tokenizer import TextStream
 from specdec.control.acceptance import AcceptanceHistory
 from specdec.control.controller import WidthController
+from specdec.control.trace import TraceWriter
 from specdec.drafting.history import HistoryRing
 from specdec.errors import SpecdecError, UsageError
 from specdec.preparation import PreparationConfig
@@ -141,11 +142,7 @@ class Engine:
         keeps = config.snapshot_bytes > 0 if prefixes is None else prefixes
         self.model = model
         self.metrics = Metrics() if metrics is None else metrics
-        self._trace = None
-        if trace is not None:
-            from specdec.control.trace import TraceWriter
-
-            self._trace = TraceWriter(trace)
+        self._trace = None if trace is None else TraceWriter(trace)
         self._device = ModelDevice(model, prefix_cache=prefix_cache(model) if keeps else None, queued=queue_depth > 1)
         self._scheduler = Scheduler(
             self._device,
@@ -298,4 +295,5 @@ def width_policy(config: PreparationConfig) -> WidthPolicy:
     history = AcceptanceHistory(max(drafts, 1))
     if config.fixed_width is not None or not drafts:
         return FixedWidth(config.fixed_width or 1, history)
-    return AdaptiveWidth(WidthController(config.speculative_widths), history)
+    rows = {(shape.batch, shape.verify_width): shape.packed_rows for shape in config.shapes() if shape.packed_rows}
+    return AdaptiveWidth(WidthController(config.speculative_widths, rows=rows), history)

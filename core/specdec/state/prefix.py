@@ -127,7 +127,7 @@ class PrefixCache:
     def extend(self, owner: int, reach: int) -> tuple[bool, ...]:
         """Gives a slot private pages for ``reach`` tokens in all, evicting entries if pages are short.
 
-        Returns, by pool, whether it got any. Raises CapacityError, leaving the slot's pages as they were, if running requests hold
+        Returns, by pool, whether it got any. Raises CapacityError, leaving its pages as they were, if running requests hold
         too many.
         """
         missing = [pool.needed(reach) - len(pool.owned(owner)) for pool in self.pools]

@@ -35,6 +35,7 @@ RECIPE = Recipe(
     target_inventory=target_inventory(REAL),
     drafter_inventory=dspark_inventory(REAL),
     embedded_checkpoint="specdec_deepseek_v41:tiny",
+    profiles="specdec_deepseek_v41:profiles.json",
     inventories="specdec_deepseek_v41.inventory:inventories",
     sources=(
         (

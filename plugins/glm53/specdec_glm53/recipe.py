@@ -33,6 +33,7 @@ RECIPE = Recipe(
     target_inventory=target_inventory(REAL),
     drafter_inventory=mtp_inventory(REAL),
     embedded_checkpoint="specdec_glm53:tiny",
+    profiles="specdec_glm53:profiles.json",
     inventories="specdec_glm53.inventory:inventories",
     canonical_name="specdec.tensor_names:canonical_name",
     sources=(

@@ -32,6 +32,7 @@ RECIPE = Recipe(
     target_inventory=target_inventory(REAL),
     drafter_inventory=mtp_inventory(REAL),
     embedded_checkpoint="specdec_qwen38:tiny",
+    profiles="specdec_qwen38:profiles.json",
     inventories="specdec_qwen38.inventory:inventories",
     canonical_name="specdec.tensor_names:canonical_name",
     sources=(

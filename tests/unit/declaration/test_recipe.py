@@ -35,6 +35,8 @@ def test_names(make_recipe: Callable[..., Recipe], name: str) -> None:
         ({"eos_token_ids": ()}, "eos_token_ids must be a non-empty tuple"),
         ({"eos_token_ids": (3, 3)}, "eos_token_ids repeat"),
         ({"embedded_checkpoint": "/some/folder"}, "must look like 'package:folder'"),
+        ({"profiles": "profiles.json"}, "profiles must look like 'package:file', got 'profiles.json'"),
+        ({"profiles": ""}, "profiles must look like 'package:file'"),
         ({"inventories": "package.module"}, "inventories must look like 'module:function'"),
         ({"canonical_name": "package:folder:name"}, "canonical_name must look like 'module:function'"),
         ({"target_layout": StateLayout(owner="drafter", fields=(), max_draft_tokens=7)}, "owner is 'target'"),

@@ -1,0 +1,227 @@
+"""Which verification width a round runs at: the one with most expected tokens per second. Torch-free and deterministic.
+
+    rate(W) = Σ over lanes (1 + S[1] + … + S[W − 1]) / cost(B, W)
+
+S is a lane's prefix survival under its ceiling, cost the measured seconds of the whole round. Width one is a candidate like the
+others, with a cost of its own. A shape of which nothing is known counts as cheap as it can be, so it is measured before it is
+passed over. The width in use stays until another is better by a margin; a budget of time pays for probes of others.
+
+Letters: B batch capacity, W verification width, P target rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import accumulate, chain, zip_longest
+
+from attrs import frozen
+
+from specdec.catalog import checked_widths, listed
+from specdec.control.cost import RoundCosts
+from specdec.control.exploration import SHARE, ExplorationBudget
+from specdec.errors import UsageError
+
+#: A width stays in use until another is better by this share: estimates of equally good widths differ by noise, and a third of
+#: the three per cent that the choice may lose is enough for that.
+MARGIN = 0.01
+#: Rounds at width one after which drafting again is called a re-entry.
+PARKED = 32
+#: Rounds after which the cost of a width that is not in use is worth a probe.
+STALE = 512
+
+
+class Reason(StrEnum):
+    """Why a width was chosen.
+
+    ONLY: no lane may use a draft, or one width is prepared. FIXED: the policy is fixed. BEST: most expected tokens per second.
+    HELD: within the margin of the best and in use before. REENTRY: best, after a long time at width one. MEASURE: might be best,
+    and its cost is not known. PROBE: not best; the exploration budget pays.
+    """
+
+    ONLY = "only"
+    FIXED = "fixed"
+    BEST = "best"
+    HELD = "held"
+    REENTRY = "re-entry"
+    MEASURE = "measure"
+    PROBE = "probe"
+
+
+@frozen
+class LaneOutlook:
+    """survival: probability that the first j drafts are accepted, j = 1 … the most drafts the lane may use; () for none."""
+
+    survival: tuple[float, ...] = ()
+
+
+@frozen(kw_only=True)
+class Decision:
+    """candidates: (expected tokens of the whole round, expected seconds) of each width that was considered. What it was made of,
+    for the trace: lanes, widths that were allowed, and turn, how many rounds the controller had observed."""
+
+    batch: int
+    width: int
+    reason: Reason
+    candidates: dict[int, tuple[float, float]]
+    lanes: Sequence[LaneOutlook] = ()
+    allowed: Sequence[int] = ()
+    turn: int = 0
+
+    @property
+    def probe(self) -> bool:
+        """Whether the round runs to learn, not because its width is the best known."""
+        return self.reason in (Reason.PROBE, Reason.MEASURE)
+
+
+class WidthController:
+    """Chooses widths and learns what they cost. One for each loaded model; not thread-safe."""
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        *,
+        costs: RoundCosts | None = None,
+        fixed: int | None = None,
+        rows: Mapping[tuple[int, int], int] | None = None,
+        margin: float = MARGIN,
+        share: float = SHARE,
+    ) -> None:
+        """widths: every prepared width, increasing from 1. costs: what is known already, further measurements are added. fixed:
+        one of ``widths`` for every round that may use a draft and has it prepared. rows: P by (B, W), of allocated rounds that
+        have fewer than B·W. margin: see MARGIN; 0 lets noise decide between equals. share: of all time, what probes may lose; 0
+        never probes.
+
+        Raises UsageError for widths that do not increase from 1, a fixed width that is none of them, or a share or margin
+        outside [0, 1).
+        """
+        self.widths = checked_widths(tuple(widths))
+        if fixed is not None and fixed not in self.widths:
+            raise UsageError(f"fixed width {fixed} was not prepared; prepared: {listed(self.widths)}")
+        for name, value in (("margin", margin), ("share", share)):
+            if not 0 <= value < 1:
+                raise UsageError(f"{name} is {value}; it must be at least 0 and below 1")
+        self.costs = RoundCosts() if costs is None else costs
+        self.fixed = fixed
+        self.margin = margin
+        self.budget = ExplorationBudget(share)
+        self._rows = dict(rows or {})
+        self._round = 0
+        #: Width in use by batch capacity, and the round that last ran a shape.
+        self._held: dict[int, int] = {}
+        self._ran: dict[tuple[int, int], int] = {}
+        #: The probe that was not charged yet: its shape, and seconds per token of the ordinary choice beside it.
+        self._pending: tuple[tuple[int, int], float] | None = None
+        self._parked = 0
+
+    def choose(self, batch: int, lanes: Sequence[LaneOutlook], *, allowed: Sequence[int] | None = None) -> Decision:
+        """The width of the next round.
+
+        batch: capacity of the round; lanes: those that run in it, one at least. allowed: widths prepared at this capacity,
+        increasing from 1; None for all. Widths behind the first that holds every lane's drafts are not considered.
+
+        Raises UsageError if there are no lanes or ``allowed`` does not begin with 1.
+        """
+        widths = self.widths if allowed is None else allowed
+        if not lanes or not widths or widths[0] != 1:
+            raise UsageError(f"a round of {len(lanes)} lanes at widths {listed(widths)}; one lane and width 1 at least")
+        survivals = [lane.survival for lane in lanes]
+        by_depth = list(map(sum, zip_longest(*survivals, fillvalue=0.0)))
+        if self.fixed is None or not by_depth:
+            candidates = self._candidates(batch, survivals, by_depth, widths)
+        else:
+            candidates = self._candidates(batch, survivals, by_depth, (self.fixed if self.fixed in widths else 1,))
+        if len(candidates) == 1:
+            width = next(iter(candidates))
+            reason = Reason.ONLY if self.fixed is None or not by_depth else Reason.FIXED
+        else:
+            width, reason = self._ordinary(batch, candidates)
+            if reason is not Reason.MEASURE:
+                self._held[batch] = width
+                probe = self._probe(batch, width, candidates, [len(lanes), *by_depth])
+                if probe is not None:
+                    width, reason = probe, Reason.PROBE
+        return Decision(
+            batch=batch,
+            width=width,
+            reason=reason,
+            candidates=candidates,
+            lanes=lanes,
+            allowed=widths,
+            turn=self._round,
+        )
+
+    def observe(self, batch: int, width: int, seconds: float, emitted: int) -> None:
+        """Takes in one collected round: seconds of the whole of it, tokens of all its lanes.
+
+        Raises UsageError for seconds that are not a number above 0.
+        """
+        self.costs.observe(batch, width, seconds)
+        self._round += 1
+        self._ran[batch, width] = self._round
+        self.budget.earn(seconds)
+        if self._pending is not None and self._pending[0] == (batch, width):
+            # by its usual cost: a slow round is no fault of the probe
+            self.budget.settle(self._round, self.costs.estimate(batch, width) - emitted * self._pending[1])
+            self._pending = None
+        else:
+            self._parked = self._parked + 1 if width == 1 else 0
+
+    def _candidates(
+        self, batch: int, survivals: Sequence[tuple[float, ...]], by_depth: Sequence[float], widths: Sequence[int]
+    ) -> dict[int, tuple[float, float]]:
+        lanes, deepest = len(survivals), len(by_depth)
+        expected = list(accumulate(by_depth, initial=float(lanes)))
+        candidates = {}
+        for width in widths:
+            drafts = min(width - 1, deepest)
+            tokens, rows = expected[drafts], self._rows.get((batch, width))
+            if rows is not None and rows < lanes * (drafts + 1):
+                # survival never grows along a lane, so the greatest ones are prefixes
+                offered = sorted(chain.from_iterable(s[:drafts] for s in survivals), reverse=True)
+                tokens = lanes + sum(offered[: rows - lanes])
+            candidates[width] = tokens, self.costs.estimate(batch, width)
+            if drafts == deepest:
+                break
+        return candidates
+
+    def _ordinary(self, batch: int, candidates: Mapping[int, tuple[float, float]]) -> tuple[int, Reason]:
+        """The best width known, or the narrowest unknown one if an unknown one may be best: it bounds the cost of wider ones."""
+        rates = {width: tokens / seconds for width, (tokens, seconds) in candidates.items()}
+        best = max(rates, key=rates.__getitem__)
+        unknown = [width for width in candidates if not self.costs.known(batch, width)]
+        if unknown and (best in unknown or unknown[0] == 1):
+            return unknown[0], Reason.MEASURE
+        held = self._held.get(batch, best)
+        if held != best and rates.get(held, 0.0) * (1 + self.margin) >= rates[best]:
+            return held, Reason.HELD
+        return best, Reason.REENTRY if best > 1 and self._parked >= PARKED else Reason.BEST
+
+    def _probe(
+        self, batch: int, width: int, candidates: Mapping[int, tuple[float, float]], alive: Sequence[float]
+    ) -> int | None:
+        """A width to probe instead of the ordinary one, if one is worth it, it is time and there is enough put aside.
+
+        alive: expected lanes whose first j drafts are accepted, j = 0 ….
+        """
+        if not self.budget.open(self._round):
+            return None
+        tokens, seconds = candidates[width]
+        price = seconds / tokens
+        found, most = None, math.inf
+        for other, (expected, cost) in candidates.items():
+            loss = cost - expected * price
+            if other == width or loss > self.budget.most:
+                continue  # never to be afforded
+            # what it would bring if every draft behind the ordinary width were accepted
+            if other > width and (tokens + alive[width - 1] * (other - width)) * price > cost:
+                found, most = other, loss
+                break
+            if found is None and self._round - self._ran.get((batch, other), 0) > STALE:
+                found, most = other, loss
+        if found is None or most > self.budget.balance:
+            return None
+        self.budget.start(self._round)
+        self._pending = (batch, found), price
+        return found
