@@ -105,6 +105,7 @@ class WatchedDevice:
         self._check_window(resident.slot, consumed, len(resident.request.inputs) - consumed)
         return consumed
 
+    @torch.inference_mode()
     def submit(self, plan: RoundPlan) -> Any:
         if not plan.first:
             for lane in plan.lanes:

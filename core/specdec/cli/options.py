@@ -28,6 +28,7 @@ __all__ = [
     "checkpoint_basics",
     "context_for",
     "grammar_option",
+    "grammar_options",
     "preparation",
     "prepared_model",
     "request_options",
@@ -137,6 +138,11 @@ def add_grammar_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json-schema", metavar="FILE", help="a JSON value that this JSON schema admits")
     group.add_argument("--regex", metavar="PATTERN", help="a text that this regular expression matches as a whole")
     group.add_argument("--ebnf", metavar="FILE", help="a text of the rule 'root' of this grammar, name ::= …")
+
+
+def grammar_options(args: argparse.Namespace) -> list[str]:
+    """The grammar options that were given, as they are typed."""
+    return [option(name) for name in ("json_object", "json_schema", "regex", "ebnf") if getattr(args, name)]
 
 
 def grammar_option(args: argparse.Namespace, recipe: Recipe) -> Grammar | None:

@@ -21,6 +21,7 @@ from specdec.cli.options import (
     checkpoint_basics,
     context_for,
     grammar_option,
+    grammar_options,
     preparation,
     prepared_model,
     request_options,
@@ -159,7 +160,13 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     first_token = None
     # one request: nothing is gained by a round that is queued behind another
     with Engine(model, history_drafts=args.history_drafts, queue_depth=1, trace=args.trace) as engine:
-        stream = engine.submit(request)
+        try:
+            stream = engine.submit(request)
+        except UsageError as refusal:
+            given = grammar_options(args)
+            if not given:
+                raise
+            raise UsageError(f"{given[0]}: {refusal}") from refusal
         started = time.perf_counter()
         for event in stream:
             if isinstance(event, Progress):

@@ -6,6 +6,7 @@ pages ran out or its prompt was interrupted, waits at the head of the queue with
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 
@@ -20,6 +21,15 @@ from specdec.scheduling.policy import WidthPolicy
 from specdec.scheduling.resident import Resident, TokenRun, Waiting
 from specdec.serving.metrics import Metrics
 from specdec.serving.request import Emission, Progress, Request
+from specdec.state.prefix_records import Lost
+
+_log = logging.getLogger(__name__)
+#: What was lost for want of room, and what would have kept it; that a prefix had no checkpoint yet is nobody's mistake.
+_CURES = {
+    Lost.EVICTED: "because their checkpoint was evicted; raise snapshot_bytes",
+    Lost.BUDGET: "because one checkpoint is larger than the budget; raise snapshot_bytes",
+    Lost.PAGES: "because no page was free for a copy; raise pages or lower the concurrency",
+}
 
 
 class Admission:
@@ -172,15 +182,24 @@ class Admission:
         if self.metrics is not None:
             reused = resident.consumed if self.device.publishes and request.prompt_logprobs is None else None
             self.metrics.admitted(entry.number, self.device.clock(), reused, len(request.inputs))
-            for reason, tokens in self._lost().items():
-                if tokens > lost.get(reason, 0):
-                    self.metrics.prefix_lost(reason, tokens - lost.get(reason, 0))
+        for reason, total in self._lost().items():
+            tokens = total - lost.get(reason, 0)
+            if tokens and self.metrics is not None:
+                self.metrics.prefix_lost(reason, tokens)
+            if tokens and reason in _CURES:
+                _log.warning(
+                    "request %d: %d of %d prompt tokens were seen before and are consumed again, %s",
+                    entry.number,
+                    tokens,
+                    len(request.inputs),
+                    _CURES[reason],
+                )
         return resident
 
-    def _lost(self) -> dict[str, int]:
+    def _lost(self) -> dict[Lost, int]:
         """Tokens that had to be consumed again so far, by reason."""
-        statistics = self.device.prefix_statistics() if self.metrics is not None else None
-        return {} if statistics is None else {str(reason): n for reason, n in statistics.lost_tokens.items()}
+        statistics = self.device.prefix_statistics()
+        return {} if statistics is None else dict(statistics.lost_tokens)
 
     def _chunk(self, resident: Resident) -> Progress | None:
         """Consumes one prompt chunk. Chunks end at page boundaries where checkpoints are kept, for state can be read only between

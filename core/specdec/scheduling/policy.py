@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from specdec.control.acceptance import AcceptanceHistory, RequestSurvival
 from specdec.control.controller import Decision, LaneOutlook, Reason, WidthController
 from specdec.drafting.history import Copy
+from specdec.preparation import PreparationConfig
 from specdec.round.completion import Completion
 from specdec.scheduling.device import LanePlan, RoundPlan
 from specdec.scheduling.resident import Resident
@@ -112,3 +113,13 @@ class AdaptiveWidth:
 def copied_drafts(lane: LanePlan, completion: Completion) -> int:
     """How many of the verified drafts of a lane were copied."""
     return min(len(lane.copies), completion.verified)
+
+
+def width_policy(config: PreparationConfig) -> WidthPolicy:
+    """The policy that a configuration asks for."""
+    drafts = config.max_draft_tokens
+    history = AcceptanceHistory(max(drafts, 1))
+    if config.fixed_width is not None or not drafts:
+        return FixedWidth(config.fixed_width or 1, history)
+    rows = {(shape.batch, shape.verify_width): shape.packed_rows for shape in config.shapes() if shape.packed_rows}
+    return AdaptiveWidth(WidthController(config.speculative_widths, rows=rows), history)

@@ -12,7 +12,7 @@ with at most one round in between. When pages run out, the request admitted last
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -92,8 +92,9 @@ class Scheduler:
         )
         self.flights: deque[_Flight] = deque()
         self._ready: deque[Emission] = deque()
-        # the last submission was of first tokens
-        self._first_last = False
+        # these waited for first tokens of others, or for what is in flight, and go before further first tokens: newcomers that
+        # end with one token make room for more
+        self._owed: list[Resident] = []
         self._check_records = check_records
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -123,8 +124,9 @@ class Scheduler:
 
         A caller may stop iterating at any event: nothing is done twice and nothing is lost.
         """
-        yield from _drain(self.admission.farewells)
+        # what was collected before its request was cancelled comes before the word that it was
         yield from _drain(self._ready)
+        yield from _drain(self.admission.farewells)
         yield from self.admission.consume_prompts(self.chunks_per_step)
         submitted = self._submit_next()
         if self.flights and (len(self.flights) >= self.queue_depth or not submitted):
@@ -140,13 +142,12 @@ class Scheduler:
         while len(self.flights) < self.queue_depth:
             residents = list(self.admission.residents.values())
             newcomers = [one for one in residents if one.entered and not one.started and not one.flights]
-            # newcomers that end with their first token make room for others: those who run get a round in between
-            passed_over = self._first_last and any(one.started and not one.flights for one in residents)
-            if newcomers and not passed_over:
+            if newcomers and not any(one in residents for one in self._owed):
                 lanes = [self._lane(one, 0)[0] for one in newcomers]
                 return self._launch(self._plan(newcomers, lanes, 1, first=True), newcomers)
             running = self._may_run(residents)
             if not running:
+                self._owed = _passed_over(residents)
                 return False
             drafts = self.policy.drafts
             lanes, prospects, drafting = [], [], False
@@ -166,6 +167,7 @@ class Scheduler:
             except CapacityError as error:
                 # pages are short: what is in flight is read first, then the last one admitted steps back
                 if self.flights:
+                    self._owed = _passed_over(residents)
                     return False
                 self.admission.preempt(error)
                 continue
@@ -242,7 +244,10 @@ class Scheduler:
                 raise
             self._fail(lanes, error)
             return True
-        self._first_last = plan.first
+        if plan.first:
+            self._owed = _passed_over(self.admission.residents.values())
+        elif self._owed:
+            self._owed = [one for one in self._owed if one not in lanes]
         self.flights.append(_Flight(plan=plan, lanes=tuple(lanes), handle=handle, decision=decision))
         self.admission.next_round += 1
         for one in lanes:
@@ -359,6 +364,11 @@ class Scheduler:
 def _drain(emissions: deque[Emission]) -> Iterator[Emission]:
     while emissions:
         yield emissions.popleft()
+
+
+def _passed_over(residents: Iterable[Resident]) -> list[Resident]:
+    """Those who run and have no round in flight."""
+    return [one for one in residents if one.started and not one.flights]
 
 
 def _lane_plan(resident: Resident, drafts: int, copy: Copy | None, masks: tuple[bytes, ...] | None) -> LanePlan:

@@ -6,9 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from specdec.round.completion import Completion, Finish
+from specdec.scheduling.policy import width_policy
+from specdec.scheduling.scheduler import Scheduler
+from specdec.serving.device import ModelDevice
 from specdec.serving.generate import Generator
 from specdec.serving.model import LoadedModel
 from specdec.serving.request import Emission, Progress, Request
@@ -25,7 +28,7 @@ class Arm:
 
     name: str
     draft_tokens: int | None
-    generator: Generator
+    generator: Generator | Scheduler
     statistics: DraftStatistics = field(factory=DraftStatistics)
     seconds: float = 0.0
     passes: list[float] = field(factory=list)
@@ -103,3 +106,10 @@ def arms_for(speculative: LoadedModel, plain: LoadedModel, draft_tokens: Sequenc
         generator = Generator(model, width=1 if count is None else count + 1)
         arms.append(Arm(name=name, draft_tokens=count, generator=generator))
     return arms
+
+
+def adaptive_arm(speculative: LoadedModel) -> Arm:
+    """An arm that chooses the drafts of every round among those prepared; it learns on from pass to pass."""
+    policy = width_policy(evolve(speculative.config, fixed_width=None))
+    scheduler = Scheduler(ModelDevice(speculative), policy)
+    return Arm(name="adaptive", draft_tokens=speculative.config.max_draft_tokens, generator=scheduler)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specdec.errors import CapacityError, UsageError
+from specdec.preparation import PreparationConfig
 from specdec.sampling.options import EXTENDED_OPTIONS, refuse_unsupported
 from specdec.scheduling.device import RoundPlan, RoundResult
 from specdec.scheduling.resident import Resident
@@ -28,16 +29,25 @@ class ModelDevice:
     The state of running requests is the model's, so only one device of a model may have requests running at a time.
     """
 
-    def __init__(self, model: LoadedModel, *, prefix_cache: PrefixCache | None = None, queued: bool = False) -> None:
-        """prefix_cache: checkpoints to continue prompts from and to leave behind, made by ``serving.prefixes.prefix_cache`` for
-        this model; None does without. queued: another round may be submitted before one is collected.
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: PreparationConfig | None = None,
+        *,
+        prefix_cache: PrefixCache | None = None,
+        queued: bool = False,
+    ) -> None:
+        """config: the part of the model's configuration that is used, None for all of it. prefix_cache: checkpoints to continue
+        prompts from and to leave behind, made by ``serving.prefixes.prefix_cache`` for this model; None does without. queued:
+        another round may be submitted before one is collected.
 
         Raises UsageError if the cache is another model's.
         """
         if prefix_cache is not None and prefix_cache.pools != model.pools:
             raise UsageError("the prefix cache was made for another model; make one with prefix_cache(model)")
         self.model = model
-        self.concurrency = model.config.concurrency
+        config = model.config if config is None else config
+        self.concurrency = config.concurrency
         self.context = model.capacities.context
         self.horizon = model.recipe.max_draft_tokens + 1
         self.page_tokens = model.target.store.layout.page_tokens
@@ -50,7 +60,8 @@ class ModelDevice:
         self._seconds: dict[int, float] = {}
         self._widths: dict[int, tuple[int, ...]] = {}
         for batch, width in sorted(model.rounds):
-            self._widths[batch] = (*self._widths.get(batch, ()), width)
+            if width in config.speculative_widths:
+                self._widths[batch] = (*self._widths.get(batch, ()), width)
 
     def clock(self) -> float:
         """See ``Device.clock``."""

@@ -18,8 +18,6 @@ from typing import Any
 from attrs import define, field, frozen
 
 from specdec.checkpoint.tokenizer import TextStream
-from specdec.control.acceptance import AcceptanceHistory
-from specdec.control.controller import WidthController
 from specdec.control.trace import TraceWriter
 from specdec.drafting.history import HistoryRing
 from specdec.errors import SpecdecError, UsageError
@@ -27,7 +25,7 @@ from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.round.completion import Finish
 from specdec.scheduling.emissions import error_line, farewell
-from specdec.scheduling.policy import AdaptiveWidth, FixedWidth, WidthPolicy
+from specdec.scheduling.policy import width_policy
 from specdec.scheduling.scheduler import Scheduler
 from specdec.serving.device import ModelDevice
 from specdec.serving.metrics import Metrics
@@ -121,6 +119,9 @@ class Engine:
         *,
         history_drafts: bool = False,
         prefixes: bool | None = None,
+        concurrency: int | None = None,
+        draft_tokens: int | None = None,
+        adaptive_verification: bool | None = None,
         queue_depth: int = 2,
         chunks_per_step: int = 1,
         reserved_output: int | None = RESERVED_OUTPUT,
@@ -129,13 +130,18 @@ class Engine:
     ) -> None:
         """The policy of widths is the model's configuration: its ``fixed_width``, or adaptive without one.
 
-        history_drafts: copy drafts from decoded history. prefixes: keep prefix checkpoints; None does where ``snapshot_bytes``
-        is set. queue_depth: rounds submitted before the first is read. chunks_per_step, reserved_output: see ``Scheduler``.
-        metrics: counts here, None makes its own. trace: file for one JSON line per round.
+        concurrency, draft_tokens, adaptive_verification: use a part of what was prepared, or the other policy; see
+        ``PreparationConfig.reduce``. Without drafts rounds have width one and keep draft state all the same. history_drafts: copy
+        drafts from decoded history. prefixes: keep prefix checkpoints; None does where ``snapshot_bytes`` is set. queue_depth:
+        rounds submitted before the first is read. chunks_per_step, reserved_output: see ``Scheduler``. metrics: counts here, None
+        makes its own. trace: file for one JSON line per round.
 
         Raises UsageError for an option that the recipe does not offer or a number out of range.
         """
-        recipe, config = model.recipe, model.config
+        recipe = model.recipe
+        config = model.config.reduce(
+            concurrency=concurrency, max_draft_tokens=draft_tokens, adaptive_verification=adaptive_verification
+        )
         if history_drafts and not (recipe.supports_history_drafts and config.max_draft_tokens):
             why = "drafts nothing as prepared" if recipe.supports_history_drafts else "declares no history drafts"
             raise UsageError(f"--history-drafts: recipe {recipe.name!r} {why}; leave the option out")
@@ -143,7 +149,9 @@ class Engine:
         self.model = model
         self.metrics = Metrics() if metrics is None else metrics
         self._trace = None if trace is None else TraceWriter(trace)
-        self._device = ModelDevice(model, prefix_cache=prefix_cache(model) if keeps else None, queued=queue_depth > 1)
+        self._device = ModelDevice(
+            model, config, prefix_cache=prefix_cache(model) if keeps else None, queued=queue_depth > 1
+        )
         self._scheduler = Scheduler(
             self._device,
             width_policy(config),
@@ -287,13 +295,3 @@ class Engine:
         self._streams.clear()
         if self._trace is not None:
             self._trace.close()
-
-
-def width_policy(config: PreparationConfig) -> WidthPolicy:
-    """The policy that a configuration asks for."""
-    drafts = config.max_draft_tokens
-    history = AcceptanceHistory(max(drafts, 1))
-    if config.fixed_width is not None or not drafts:
-        return FixedWidth(config.fixed_width or 1, history)
-    rows = {(shape.batch, shape.verify_width): shape.packed_rows for shape in config.shapes() if shape.packed_rows}
-    return AdaptiveWidth(WidthController(config.speculative_widths, rows=rows), history)

@@ -46,12 +46,11 @@ def prepared(directory: Path) -> Prepare:
         config = PreparationConfig.for_recipe(
             recipe,
             concurrency=concurrency,
-            speculative=drafts is not None,
             max_draft_tokens=drafts,
             context=CONTEXT,
             prefill_tokens=(PREFILL_ROWS,),
             extended_sampling=extended,
-            **{"adaptive_verification": False, **options},
+            **{"speculative": drafts is not None, "adaptive_verification": False, **options},
         )
         return LoadedModel.prepare(recipe, config, directory=directory, dtype="float64")
 

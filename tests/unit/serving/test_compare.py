@@ -8,7 +8,7 @@ import pytest
 
 from specdec.sampling.params import SamplingParams
 from specdec.serving import compare as module
-from specdec.serving.compare import Arm, arms_for, compare
+from specdec.serving.compare import Arm, adaptive_arm, arms_for, compare
 from specdec.serving.request import Request
 
 
@@ -65,3 +65,12 @@ def test_ratio_is_relative_to_the_given_baseline(arms: list[Arm]) -> None:
     assert data["speed_ratio"] == pytest.approx(3)
     assert data["tokens_per_second"] == arm.statistics.tokens_in_rounds / arm.seconds
     assert arm.as_data(0.0)["speed_ratio"] == 0
+
+
+def test_an_adaptive_arm_counts_like_the_others(prepared: Any) -> None:
+    arm = adaptive_arm(prepared())
+    compare([arm], requests(), passes=2)
+    assert arm.statistics.tokens == 2 * (9 + 1 + 5) and arm.statistics.tokens_in_rounds == 2 * (8 + 0 + 4)
+    (plain,) = arms_for(prepared(), prepared(drafts=None), [None])
+    compare([plain], requests())
+    assert arm.outputs == plain.outputs

@@ -313,6 +313,45 @@ def test_closing_cancels_what_runs_and_drains_if_asked(prepared: Any, solo: Solo
         engine.submit(wanted[0])
 
 
+CATALOG = {"speculative": True, "speculative_widths": (1, 2, 4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"concurrency": 1}, 7), ({"draft_tokens": 3}, 3), ({"draft_tokens": 0}, 0), ({"adaptive_verification": True}, 7)],
+)
+def test_a_start_may_use_less_than_was_prepared(prepared: Any, solo: Solo, options: dict[str, Any], most: int) -> None:
+    wanted = [request(number, max_new_tokens=30, stop_ids=()) for number in range(3)]
+    with Engine(prepared(concurrency=2, drafts=None, **CATALOG), **options) as engine:
+        outputs = engine.generate(wanted)
+    assert [(one.tokens, one.finish) for one in outputs] == [solo(one) for one in wanted]
+    shapes = engine.metrics.snapshot()["rounds"]
+    assert max(shape["width"] for shape in shapes) <= most + 1
+    assert max(shape["batch"] for shape in shapes) <= options.get("concurrency", 2)
+
+
+def test_more_than_was_prepared_is_refused(prepared: Any) -> None:
+    with pytest.raises(UsageError, match="2 were prepared"):
+        Engine(prepared(concurrency=2), concurrency=3)
+    with pytest.raises(UsageError, match="was not prepared; prepared: 0, 1, 2, 3, 4, 5, 6, 7"):
+        Engine(prepared(concurrency=2), draft_tokens=8)
+
+
+def test_lost_prefixes_are_warned_about_with_the_cure(prepared: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A budget of few checkpoints: coming back to an evicted prompt says so."""
+    wanted = [request(number, prompt=[number % 6] * 66, max_new_tokens=2, stop_ids=()) for number in range(6)]
+    model = prepared(concurrency=1, snapshot_bytes=1 << 19)
+    with Engine(model) as engine:
+        for one in (*wanted, wanted[0]):
+            engine.submit(one).result()
+    lost = engine.metrics.snapshot()["prefix"]["lost_tokens"]
+    assert lost["evicted"] > 0
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any(
+        "tokens were seen before and are consumed again, because their checkpoint was evicted" in m for m in found
+    )
+
+
 def test_text_is_that_of_the_tokens(prepared: Any) -> None:
     model = prepared(concurrency=2)
     with Engine(model) as engine:
