@@ -21,7 +21,7 @@ from simulated_rounds import DRAFTS, WIDTHS, Lane, SimulatedRounds, Stretch
 
 from specdec import __version__
 from specdec.control.acceptance import AcceptanceHistory, RequestSurvival
-from specdec.control.controller import LaneOutlook, WidthController
+from specdec.control.controller import WidthController
 
 RATES = ((0.9,) * DRAFTS, (0.6,) * DRAFTS, (0.8, 0.5, 0.3, 0.2, 0.2, 0.2, 0.2), (0.05,) * DRAFTS)
 STEPS = ("survival", "choose", "observe")
@@ -39,7 +39,7 @@ def measure(lanes: int, rounds: int) -> dict[str, float]:
     taken: dict[str, list[float]] = {name: [] for name in (*STEPS, "all")}
     for _, draws, _ in SimulatedRounds([stretch], seed=1).rounds:
         times = [time.perf_counter()]
-        outlooks = [LaneOutlook(request.survival(DRAFTS)) for request in requests]
+        outlooks = [(request.survival(DRAFTS)) for request in requests]
         times.append(time.perf_counter())
         decision = controller.choose(stretch.batch, outlooks)
         times.append(time.perf_counter())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from attrs import field, frozen
 
 from specdec.control.acceptance import AcceptanceHistory, RequestSurvival
-from specdec.control.controller import Decision, LaneOutlook, Reason, WidthController
+from specdec.control.controller import Decision, Reason, WidthController
 
 DRAFTS = 7
 WIDTHS = tuple(range(1, DRAFTS + 2))
@@ -216,7 +216,7 @@ class SimulatedRounds:
             while len(queued) >= queue_depth:
                 observe()
             outlooks = [
-                LaneOutlook(request.survival(DRAFTS, draw.copied, draw.match_length))
+                (request.survival(DRAFTS, draw.copied, draw.match_length))
                 for request, draw in zip(requests, draws, strict=True)
             ]
             decision = controller.choose(stretch.batch, outlooks)

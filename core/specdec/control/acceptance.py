@@ -156,10 +156,13 @@ class AcceptanceHistory:
             return ((source, 0, end, rejected),) if end else ()
         return (source, 0, copied, False), (_LEARNED, copied, end, rejected)
 
-    def note(self, outcome: _Outcome) -> None:
-        """Takes in depths of one source, as ``judged`` gives them."""
+    def note(self, outcome: _Outcome, square: float | None = None) -> None:
+        """Takes in depths of one source, as ``judged`` gives them. square: the request's recent rejections are its root of
+        standard deviations from what the global estimate expects; None for no request's."""
         self._notes[outcome] += 1
         self._noted += 1
+        if square is not None:
+            self._spread += _GLOBAL_RATE * (square - self._spread)
         if self._noted >= MOST_NOTED:
             self._count()
 
@@ -187,10 +190,6 @@ class AcceptanceHistory:
                 most=1.0 / max(max(hazards), _LEAST_HAZARD),
             )
         return found
-
-    def add_distance(self, square: float) -> None:
-        """A request's recent rejections are the root of so many standard deviations from what the global estimate expects."""
-        self._spread += _GLOBAL_RATE * (square - self._spread)
 
     def _count(self) -> None:
         for (source, first, end, rejected), times in self._notes.items():
@@ -229,16 +228,15 @@ class RequestSurvival:
 
         A round that verified nothing lets time pass: older outcomes weigh less.
         """
-        history = self._history
+        history, turn = self._history, self._turn + 1
         outcomes = history.judged(verified, accepted, copied, match_length)
-        self._turn += 1
+        self._turn = turn
         for outcome in outcomes:
-            history.note(outcome)
             source, first, end, rejected = outcome
             own = self._own.get(source)
             if own is None:
-                own = self._own[source] = _Own(self._turn - 1, history.estimate(source))
-            history.add_distance(own.add(self._turn, first, end, rejected))
+                own = self._own[source] = _Own(turn - 1, history.estimate(source))
+            history.note(outcome, own.add(turn, first, end, rejected))
 
     def survival(self, drafts: int, copied: int = 0, match_length: int | None = None) -> tuple[float, ...]:
         """Probability that the first j drafts of the next round are all accepted, j = 1 … drafts, at most K.
@@ -274,6 +272,7 @@ class _Own:
         "expected",
         "outcomes",
         "rejections",
+        "sums",
         "survival",
         "turn",
         "variance",
@@ -286,9 +285,11 @@ class _Own:
         # since the text last changed
         self.outcomes = 0
         self.alone = False
-        # what was expected of the round that is now judged: by the global estimate, and by the request's own
+        # what was expected of the round that is now judged: by the global estimate, and by the request's own; sums: rejections
+        # expected of the first 0 … K drafts
         self.common = common
         self.accepted = [1.0 - hazard for hazard in common.hazards]
+        self.sums = common.sums
         self.survival: tuple[float, ...] = ()
         # recent rejections, those that the global estimate expected, how many more there were than the own estimate expected,
         # and the variance of that
@@ -301,8 +302,8 @@ class _Own:
         counts, drafts = self.counts, end - first
         counts.add(first, end, rejected, 1)
         self.outcomes += 1
-        expected = drafts - sum(self.accepted[first:end])
-        sums = self.common.sums
+        sums, own = self.common.sums, self.sums
+        expected = own[end] - own[first]
         self.rejections += rejected
         self.expected += sums[end] - sums[first]
         self.excess += rejected - expected
@@ -335,6 +336,7 @@ class _Own:
             1.0 - (rejected + prior * hazard) / (judged + weight)
             for rejected, judged, hazard in zip(counts.rejected, counts.judged, common.hazards)
         ]
+        self.sums = list(accumulate([1.0 - rate for rate in self.accepted], initial=0.0))
         self.survival = tuple(accumulate(self.accepted, mul))
 
     def _pass(self, turn: int) -> None:

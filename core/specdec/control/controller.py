@@ -49,11 +49,9 @@ class Reason(StrEnum):
     PROBE = "probe"
 
 
-@frozen
-class LaneOutlook:
-    """survival: probability that the first j drafts are accepted, j = 1 … the most drafts the lane may use; () for none."""
-
-    survival: tuple[float, ...] = ()
+#: Probability that a lane's first j drafts are accepted, j = 1 … the most drafts that it may use; () for none. A plain tuple: a
+#: batch has one for every lane of every round.
+LaneOutlook = tuple[float, ...]
 
 
 @frozen(kw_only=True)
@@ -126,12 +124,11 @@ class WidthController:
         widths = self.widths if allowed is None else allowed
         if not lanes or not widths or widths[0] != 1:
             raise UsageError(f"a round of {len(lanes)} lanes at widths {listed(widths)}; one lane and width 1 at least")
-        survivals = [lane.survival for lane in lanes]
-        by_depth = list(map(sum, zip_longest(*survivals, fillvalue=0.0)))
+        by_depth = list(map(sum, zip_longest(*lanes, fillvalue=0.0)))
         if self.fixed is None or not by_depth:
-            candidates = self._candidates(batch, survivals, by_depth, widths)
+            candidates = self._candidates(batch, lanes, by_depth, widths)
         else:
-            candidates = self._candidates(batch, survivals, by_depth, (self.fixed if self.fixed in widths else 1,))
+            candidates = self._candidates(batch, lanes, by_depth, (self.fixed if self.fixed in widths else 1,))
         if len(candidates) == 1:
             width = next(iter(candidates))
             reason = Reason.ONLY if self.fixed is None or not by_depth else Reason.FIXED
@@ -169,18 +166,18 @@ class WidthController:
             self._parked = self._parked + 1 if width == 1 else 0
 
     def _candidates(
-        self, batch: int, survivals: Sequence[tuple[float, ...]], by_depth: Sequence[float], widths: Sequence[int]
+        self, batch: int, lanes: Sequence[LaneOutlook], by_depth: Sequence[float], widths: Sequence[int]
     ) -> dict[int, tuple[float, float]]:
-        lanes, deepest = len(survivals), len(by_depth)
-        expected = list(accumulate(by_depth, initial=float(lanes)))
+        count, deepest = len(lanes), len(by_depth)
+        expected = list(accumulate(by_depth, initial=float(count)))
         candidates = {}
         for width in widths:
             drafts = min(width - 1, deepest)
             tokens, rows = expected[drafts], self._rows.get((batch, width))
-            if rows is not None and rows < lanes * (drafts + 1):
+            if rows is not None and rows < count * (drafts + 1):
                 # survival never grows along a lane, so the greatest ones are prefixes
-                offered = sorted(chain.from_iterable(s[:drafts] for s in survivals), reverse=True)
-                tokens = lanes + sum(offered[: rows - lanes])
+                offered = sorted(chain.from_iterable(lane[:drafts] for lane in lanes), reverse=True)
+                tokens = count + sum(offered[: rows - count])
             candidates[width] = tokens, self.costs.estimate(batch, width)
             if drafts == deepest:
                 break

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.control.controller import Decision, LaneOutlook, WidthController
+from specdec.control.controller import Decision, WidthController
 from specdec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class TraceWriter:
         self, plan: RoundPlan, decision: Decision | None, seconds: float, now: float, outcomes: Sequence[Outcome]
     ) -> None:
         """Adds a collected round. decision: None if there was nothing to choose. outcomes: of lanes still their request's."""
-        records = {outcome.lane.slot: outcome.completion for outcome in outcomes}
+        records = {lane.slot: completion for lane, _, completion in outcomes}
         outlooks = decision.lanes if decision is not None else ()
         lanes = []
         for place, lane in enumerate(plan.lanes):
@@ -53,7 +53,7 @@ class TraceWriter:
                     "ceiling": lane.ceiling,
                     "copied": len(lane.copies),
                     "match_length": lane.match_length,
-                    "survival": outlooks[place].survival if place < len(outlooks) else (),
+                    "survival": outlooks[place] if place < len(outlooks) else (),
                     "request": None if record is None else record.request,
                     "verified": None if record is None else record.verified,
                     "accepted": None if record is None else record.accepted,
@@ -107,7 +107,7 @@ def replay(rounds: Iterable[Mapping[str, Any]], controller: WidthController) -> 
                 past = unseen.pop(0)
                 controller.observe(past["batch"], past["width"], past["seconds"], past["emitted"])
                 seen += 1
-            lanes = [LaneOutlook(tuple(lane["survival"])) for lane in one["lanes"]]
+            lanes = [tuple(lane["survival"]) for lane in one["lanes"]]
             decision = controller.choose(one["batch"], lanes, allowed=one["allowed"] or None)
         yield decision
         unseen.append(one)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 METADATA_FIELDS = 16
 
@@ -79,7 +79,7 @@ class Completion(NamedTuple):
     @classmethod
     def parse(cls, record: Sequence[int]) -> Completion:
         """record: sixteen fields and padded tokens, as read from a frame."""
-        fields = list(record[:METADATA_FIELDS])
+        fields: list[Any] = list(record[:METADATA_FIELDS])
         fields[_FINISH] = _FINISHES[fields[_FINISH]]
-        fields.append(tuple(record[METADATA_FIELDS : METADATA_FIELDS + fields[_EMITTED]]))  # type: ignore[arg-type]
-        return cls._make(fields)
+        fields.append(tuple(record[METADATA_FIELDS : METADATA_FIELDS + fields[_EMITTED]]))
+        return tuple.__new__(cls, fields)

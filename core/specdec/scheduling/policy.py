@@ -6,31 +6,22 @@ A policy is asked before every round with drafts and told afterwards what the ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from specdec.control.acceptance import AcceptanceHistory, RequestSurvival
-from specdec.control.controller import Decision, LaneOutlook, Reason, WidthController
+from specdec.control.controller import Decision, Reason, WidthController
 from specdec.drafting.history import Copy
 from specdec.preparation import PreparationConfig
 from specdec.round.completion import Completion
 from specdec.scheduling.device import LanePlan, RoundPlan
 from specdec.scheduling.resident import Resident
 
+# plain tuples: a batch makes one of each for every lane of every round
 
-class Prospect(NamedTuple):
-    """A lane before its round: most drafts it may use, and the copy that takes the place of the first ones."""
-
-    resident: Resident
-    ceiling: int
-    copy: Copy | None
-
-
-class Outcome(NamedTuple):
-    """A lane after its round, if it was still its request's."""
-
-    lane: LanePlan
-    resident: Resident
-    completion: Completion
+#: A lane before its round: its request, most drafts it may use, and the copy that takes the place of the first ones.
+Prospect = tuple[Resident, int, Copy | None]
+#: A lane after its round, if it was still its request's: what was frozen for it, its request, and its record.
+Outcome = tuple[LanePlan, Resident, Completion]
 
 
 class WidthPolicy(Protocol):
@@ -84,29 +75,33 @@ class AdaptiveWidth:
 
     def choose(self, batch: int, widths: Sequence[int], lanes: Sequence[Prospect]) -> Decision:
         """See ``WidthPolicy.choose``."""
-        outlooks = []
+        requests, outlooks = self._requests, []
         for resident, ceiling, copy in lanes:
-            copied = (0, None) if copy is None else (len(copy.tokens), copy.match_length)
-            outlooks.append(LaneOutlook(self._survival(resident).survival(ceiling, *copied)))
+            request = requests.get(resident.number) or self._begin(resident)
+            if copy is None:
+                outlooks.append(request.survival(ceiling))
+            else:
+                outlooks.append(request.survival(ceiling, len(copy.tokens), copy.match_length))
         return self.controller.choose(batch, outlooks, allowed=widths)
 
     def observe(self, plan: RoundPlan, seconds: float, outcomes: Sequence[Outcome]) -> None:
         """See ``WidthPolicy.observe``."""
-        emitted = 0
+        requests, emitted = self._requests, 0
         for lane, resident, done in outcomes:
             emitted += done.emitted
-            survival = self._survival(resident)
-            survival.observe(done.verified, done.accepted, copied_drafts(lane, done), lane.match_length)
+            request = requests.get(resident.number) or self._begin(resident)
+            if lane.copies:
+                request.observe(done.verified, done.accepted, copied_drafts(lane, done), lane.match_length)
+            else:
+                request.observe(done.verified, done.accepted)
         self.controller.observe(plan.batch, plan.width, seconds, emitted)
 
     def ended(self, number: int) -> None:
         """See ``WidthPolicy.ended``."""
         self._requests.pop(number, None)
 
-    def _survival(self, resident: Resident) -> RequestSurvival:
-        found = self._requests.get(resident.number)
-        if found is None:
-            found = self._requests[resident.number] = RequestSurvival(self.history)
+    def _begin(self, resident: Resident) -> RequestSurvival:
+        found = self._requests[resident.number] = RequestSurvival(self.history)
         return found
 
 

@@ -150,11 +150,11 @@ class Scheduler:
                 self._owed = _passed_over(residents)
                 return False
             drafts = self.policy.drafts
-            lanes, prospects, drafting = [], [], False
+            lanes, prospects, drafting = [], list[Prospect](), False
             for one in running:
                 lane, copy = self._lane(one, drafts)
                 lanes.append(lane)
-                prospects.append(Prospect(one, lane.ceiling, copy))
+                prospects.append((one, lane.ceiling, copy))
                 drafting = drafting or lane.ceiling > 0
             width, decision = 1, None
             if drafting:
@@ -287,7 +287,7 @@ class Scheduler:
             ):
                 continue  # a late record: of a cancelled request, an earlier owner of the slot or an earlier round
             completion = Completion.parse(record)
-            outcomes.append(Outcome(plan.lanes[lane], resident, completion))
+            outcomes.append((plan.lanes[lane], resident, completion))
             events.append(self._apply(resident, completion, flight, lane, result))
         self._report(flight, result.seconds, outcomes)
         for event in events:

@@ -21,7 +21,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8)
 
 
 def outlooks(*rates: Sequence[float]) -> list[LaneOutlook]:
-    return [LaneOutlook(tuple(accumulate(lane, mul))) for lane in rates]
+    return [(tuple(accumulate(lane, mul))) for lane in rates]
 
 
 def declared(slope: float = 0.1, batches: Sequence[int] = (1, 2, 4)) -> RoundCosts:

@@ -15,7 +15,6 @@ from specdec.control.trace import TraceWriter, read_trace, replay
 from specdec.errors import UsageError
 from specdec.round.completion import Completion, Finish
 from specdec.scheduling.device import LanePlan, RoundPlan
-from specdec.scheduling.policy import Outcome
 
 COPIES = Source(rates=(0.9,) * DRAFTS, share=0.4, match_length=8)
 
@@ -45,9 +44,7 @@ def write_round(writer: TraceWriter, one: Round) -> None:
     )
     plan = RoundPlan(number=one.number, batch=one.stretch.batch, width=one.width, lanes=lanes)
     outcomes = [
-        Outcome(
-            lane, cast(Any, SimpleNamespace(number=100 + lane.slot)), completion(100 + lane.slot, one.width, accepted)
-        )
+        (lane, cast(Any, SimpleNamespace(number=100 + lane.slot)), completion(100 + lane.slot, one.width, accepted))
         for lane, accepted in zip(lanes, one.accepted)
     ]
     writer.write(plan, one.decision, one.seconds, float(one.number), outcomes)
@@ -105,7 +102,7 @@ def test_rounds_without_a_choice_and_lanes_that_left(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     writer = TraceWriter(path)
     plan = RoundPlan(number=0, batch=2, width=1, lanes=(LanePlan(slot=0, ceiling=0), LanePlan(slot=1, ceiling=0)))
-    gone = Outcome(plan.lanes[1], cast(Any, SimpleNamespace(number=9)), completion(9, 1, 0))
+    gone = (plan.lanes[1], cast(Any, SimpleNamespace(number=9)), completion(9, 1, 0))
     writer.write(plan, None, 0.5, 1.0, [gone])
     (line,) = read_trace(path)
     assert line["reason"] is None
