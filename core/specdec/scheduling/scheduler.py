@@ -235,23 +235,21 @@ class Scheduler:
 
     def _launch(self, plan: RoundPlan, lanes: Sequence[Resident], decision: Any = None) -> bool:
         """Submits. Whatever interrupts it leaves its lanes unsettled: the device may be a round ahead of the host."""
+        for one in lanes:
+            one.flights.append(plan)
         try:
             handle = self.device.submit(plan)
         except BaseException as error:
             for one in lanes:
+                one.flights.pop()
                 one.lost = True
+            self.admission.release_read(plan.number)
             if not self.admission.isolate or not isinstance(error, Exception):
                 raise
             self._fail(lanes, error)
             return True
-        if plan.first:
-            self._owed = _passed_over(self.admission.residents.values())
-        elif self._owed:
-            self._owed = [one for one in self._owed if one not in lanes]
         self.flights.append(_Flight(plan=plan, lanes=tuple(lanes), handle=handle, decision=decision))
         self.admission.next_round += 1
-        for one in lanes:
-            one.flights.append(plan)
         return True
 
     # --- collection ------------------------------------------------------------------------------------------------
