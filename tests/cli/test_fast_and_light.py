@@ -6,6 +6,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +24,8 @@ assert not loaded, loaded
 """
 
 
-def check(site: Any, body: str) -> Any:
-    result = site.python("-c", PROBE.format(body=body, heavy=HEAVY))
+def check(site: Any, body: str, heavy: Sequence[str] = HEAVY) -> Any:
+    result = site.python("-c", PROBE.format(body=body, heavy=heavy))
     assert result.code == 0, result
     return result
 
@@ -102,3 +104,33 @@ def test_recipes_help_in_under_a_third_of_a_second(site: Any) -> None:
     # On a machine with more to do than it has processors, waiting says nothing about the command; its own work does.
     assert os.getloadavg()[0] > (os.cpu_count() or 1), walls
     assert min(processors) < 0.3, (walls, processors)
+
+
+#: Imports every module of the packages and more, then serves simulated requests with copies, metrics and a trace.
+SCHEDULING = """
+import importlib, pkgutil, specdec.scheduling, specdec.control, specdec.simulation
+names = [module.name for package in (specdec.scheduling, specdec.control, specdec.simulation)
+         for module in pkgutil.iter_modules(package.__path__, package.__name__ + ".")]
+assert len(names) > 18, names
+names += ["specdec.drafting.history"]
+names += ["specdec.serving." + name for name in ("metrics", "prometheus", "statistics", "request", "stops", "grammar")]
+for name in names:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+sys.path.insert(0, {support!r})
+from scheduler_bench import SchedulerBench
+bench = SchedulerBench(queue_depth=2, copying=True)
+bench.scheduler.trace = specdec.control.trace.TraceWriter("trace.jsonl")
+for _ in range(8):
+    bench.submit(output=40)
+bench.finish()
+assert len(list(specdec.control.trace.read_trace("trace.jsonl"))) > 10
+assert "torch" not in sys.modules
+"""
+
+
+def test_scheduler_controller_and_simulator_work_without_torch(site: Any) -> None:
+    """Not only when they are imported: nothing they do needs it."""
+    support = str(Path(__file__).parents[1] / "support")
+    # cattrs reads the profiles
+    check(site, SCHEDULING.format(support=support), [name for name in HEAVY if name != "cattrs"])

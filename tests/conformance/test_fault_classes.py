@@ -4,6 +4,7 @@ conformance suite, whose docstring then names the class."""
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,8 @@ FAULTS: dict[str, dict[str, list[str]]] = {
         "stale drafts survive preemption": [
             "tests/conformance/test_grammar.py::test_b21_drafts_of_an_earlier_state_are_rejected_like_any_other",
             "tests/conformance/test_grammar.py::test_a_slot_that_is_used_again_is_free_of_the_old_masks",
+            "tests/unit/serving/test_engine_faults.py::"
+            "test_b21_grammar_goes_on_after_preemption_with_drafts_of_its_new_state",
         ],
         "grammar-invalid drafts handled as errors": [
             "tests/conformance/test_grammar.py::"
@@ -114,7 +117,10 @@ FAULTS: dict[str, dict[str, list[str]]] = {
             "test_context_end",
             "tests/unit/state/test_pages.py::test_shortage_names_the_numbers_and_changes_nothing",
         ],
-        "per-width metadata layout differs": ["test_width_sequences_equal_plain_decoding"],
+        "per-width metadata layout differs": [
+            "test_width_sequences_equal_plain_decoding",
+            "tests/conformance/test_width_switching.py::test_b43_switching_widths_equals_plain_decoding",
+        ],
     },
     "prefixes": {
         "recurrent state and draft history restored at different lengths": [
@@ -144,25 +150,82 @@ FAULTS: dict[str, dict[str, list[str]]] = {
             "tests/conformance/test_prompt_scores.py::"
             "test_b51_a_drafter_that_overwrites_hidden_states_changes_no_score",
         ],
-        "pending token counted as draft": ["test_state_of_plain_rounds"],
+        "pending token counted as draft": [
+            "test_state_of_plain_rounds",
+            "tests/unit/serving/test_metrics_cases.py::test_rates_use_offered_drafts_whatever_the_width",
+            "tests/unit/serving/test_metrics_cases.py::test_width_one_rounds_add_nothing_to_the_denominator",
+            "tests/unit/serving/test_generate.py::test_offered_counts_only_drafts_that_the_budget_can_still_emit",
+        ],
     },
     "lifecycle": {
         "late completion applied to a reset request": [
             "test_late_records_are_recognised",
             "tests/unit/serving/test_generate.py::test_late_records_are_dropped",
+            "tests/unit/scheduling/test_scheduler_rules.py::"
+            "test_b54_b56_late_records_of_a_slot_that_has_another_request_are_dropped",
+            "tests/unit/serving/test_engine_faults.py::test_b54_b56_completions_of_a_request_that_is_gone_are_dropped",
+            "tests/unit/serving/test_engine.py::test_cancellation_in_every_phase_leaks_nothing",
         ],
-        "accounting assumes at least one emitted token": ["test_two_rounds_in_flight"],
+        "accounting assumes at least one emitted token": [
+            "test_two_rounds_in_flight",
+            "tests/unit/scheduling/test_scheduler_rules.py::test_b55_records_without_tokens_are_counted",
+            "tests/unit/serving/test_metrics_cases.py::test_a_record_without_tokens_is_legal",
+            "tests/unit/serving/test_metrics_cases.py::test_a_record_that_was_dropped_is_not_counted",
+        ],
         "row index used as identity": [
             "test_live_and_dead_lanes_at_every_position",
             "test_late_records_are_recognised",
+            "tests/unit/scheduling/test_scheduler_rules.py::"
+            "test_b54_b56_late_records_of_a_slot_that_has_another_request_are_dropped",
+            "tests/unit/serving/test_engine_faults.py::test_b54_b56_completions_of_a_request_that_is_gone_are_dropped",
         ],
-        "draft limit not enforced per request": ["test_context_end"],
+        "draft limit not enforced per request": [
+            "test_context_end",
+            "tests/unit/serving/test_engine_faults.py::"
+            "test_b57_each_request_has_its_own_draft_limit_up_to_the_last_position",
+            "tests/unit/scheduling/test_scheduler_rules.py::"
+            "test_b57_the_draft_limit_of_a_request_holds_to_the_end_of_the_context",
+        ],
         "padding rows treated as tokens": [
             "test_ids_outside_the_vocabulary_are_rejected",
             "test_padded_vocabulary_is_never_proposed",
         ],
-        "drafter state crosses request boundaries": ["test_a_slot_forgets_its_earlier_owner"],
+        "drafter state crosses request boundaries": [
+            "test_a_slot_forgets_its_earlier_owner",
+            "tests/unit/drafting/test_history.py::test_no_gram_and_no_copy_crosses_responses",
+            "tests/unit/drafting/test_history.py::test_a_preempted_response_goes_on_where_it_was",
+            "tests/unit/drafting/test_history.py::test_what_was_asked_for_is_not_stored",
+        ],
+        "those who run are passed over for ever": [
+            "tests/unit/scheduling/test_scheduler_rules.py::test_a_flood_of_short_requests_stops_nobody",
+            "tests/unit/scheduling/test_scheduler_rules.py::test_lanes_that_the_host_decides_about_stay_together",
+        ],
+        "something is told of a request behind its end": [
+            "tests/unit/scheduling/test_scheduler_rules.py::"
+            "test_what_was_collected_comes_before_the_word_that_it_was_cancelled",
+        ],
     },
+}
+
+#: Reports of stops, grammars, copies, figures and lives of requests, by the numbers that test names use.
+NUMBERS = {
+    "b15": "stop check sees only the last committed token",
+    "b17": "look-back window sized for one token per step",
+    "b18": "character cut not mapped back to tokens",
+    "b19": "presentation clipped, transaction not",
+    "b20": "one mask reused across draft positions",
+    "b21": "stale drafts survive preemption",
+    "b22": "grammar-invalid drafts handled as errors",
+    "b43": "per-width metadata layout differs",
+    "b49": "drafter state crosses request boundaries",
+    "b50": "logprobs not read from verify rows",
+    "b51": "buffer reused before its last reader",
+    "b53": "pending token counted as draft",
+    "b54": "late completion applied to a reset request",
+    "b55": "accounting assumes at least one emitted token",
+    "b56": "row index used as identity",
+    "b57": "draft limit not enforced per request",
+    "b58": "padding rows treated as tokens",
 }
 
 
@@ -183,3 +246,13 @@ def test_the_named_test_exists_and_names_its_class(fault: str, test: str) -> Non
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert name in names, f"{path} has no test {name}"
+
+
+@pytest.mark.parametrize(("number", "fault"), NUMBERS.items())
+def test_every_numbered_report_has_its_tests(number: str, fault: str) -> None:
+    (tests,) = [section[fault] for section in FAULTS.values() if fault in section]
+    assert tests
+    # a test that names numbers belongs to the classes of those
+    for test in tests:
+        named = re.findall(r"_(b\d\d)(?=_)", test)
+        assert not named or number in named or {NUMBERS.get(one) for one in named} == {None}, test

@@ -304,6 +304,14 @@ class Admission:
             self._retiring.remove((last, slot))
             self._release(slot)
 
+    def take_back(self, number: int, earlier: int | None) -> None:
+        """A round was not submitted after all: what it named last waits for the ``earlier`` one, None if none is in flight."""
+        self._retiring = [
+            (last if last != number or earlier is None else earlier, slot) for last, slot in self._retiring
+        ]
+        if earlier is None:
+            self.release_read(number)
+
     def _release(self, slot: int) -> None:
         self.device.release(slot)
         self.free_slots.append(slot)

@@ -6,7 +6,8 @@ submission.
 
 Fairness: prompts are consumed in the order of admission, ``chunks_per_step`` chunks between two rounds, so a running request
 waits for that many chunks at most, and the first token of a new one comes after the chunks of those before it and its own, each
-with at most one round in between. When pages run out, the request admitted last steps back, so the oldest always gets on.
+with at most one round in between. First tokens go before a round, but not twice while somebody who runs is left out: then that
+round comes first. When pages run out, the request admitted last steps back, so the oldest always gets on.
 """
 
 from __future__ import annotations
@@ -207,7 +208,10 @@ class Scheduler:
             # learned drafts have no masks: only the device knows them
             masks = tuple(resident.grammar.rows(() if copy is None else copy.tokens))
             drafts = len(masks) - 1
-            copy = None if copy is None or not drafts else Copy(copy.tokens[:drafts], copy.match_length)
+            if copy is not None and drafts < len(copy.tokens):
+                if self.metrics is not None:
+                    self.metrics.grammar_rejected(resident.number, len(copy.tokens) - drafts)
+                copy = Copy(copy.tokens[:drafts], copy.match_length) if drafts else None
             return _lane_plan(resident, drafts, copy, masks), copy
         if copy is not None:
             return _lane_plan(resident, drafts, copy, None), copy
@@ -243,11 +247,15 @@ class Scheduler:
             for one in lanes:
                 one.flights.pop()
                 one.lost = True
-            self.admission.release_read(plan.number)
+            self.admission.take_back(plan.number, self.flights[-1].plan.number if self.flights else None)
             if not self.admission.isolate or not isinstance(error, Exception):
                 raise
             self._fail(lanes, error)
             return True
+        if plan.first:
+            self._owed = _passed_over(self.admission.residents.values())
+        elif self._owed:
+            self._owed = [one for one in self._owed if one not in lanes]
         self.flights.append(_Flight(plan=plan, lanes=tuple(lanes), handle=handle, decision=decision))
         self.admission.next_round += 1
         return True
