@@ -14,9 +14,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
@@ -24,6 +22,7 @@ from run import processor
 from simulated_fleet import CATEGORY, COSTS, arrival
 
 from specdec import __version__
+from specdec.scheduling.device import RoundPlan, RoundResult
 from specdec.scheduling.scheduler import Scheduler
 from specdec.simulation.device import SimulatedDevice
 from specdec.simulation.fleet import Natures, request_of
@@ -34,27 +33,21 @@ BOUND = 200.0
 WIDTHS = (1, 2, 3, 4, 5, 6)
 
 
-class Excluded:
+class TimedDevice(SimulatedDevice):
     """A device whose own time is kept apart."""
 
-    def __init__(self, inner: SimulatedDevice) -> None:
-        self._inner = inner
-        self.seconds = 0.0
-        for name in ("submit", "collect"):
-            setattr(self, name, self._timed(getattr(inner, name)))
+    seconds = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def submit(self, plan: RoundPlan) -> None:
+        begun = time.perf_counter()
+        super().submit(plan)
+        self.seconds += time.perf_counter() - begun
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return call(*arguments)
-            finally:
-                self.seconds += time.perf_counter() - begun
-
-        return timed
+    def collect(self, plan: RoundPlan, logprobs: bool) -> RoundResult:
+        begun = time.perf_counter()
+        result = super().collect(plan, logprobs)
+        self.seconds += time.perf_counter() - begun
+        return result
 
 
 def measure(policy: str, lanes: int, tokens: int) -> tuple[float, int]:
@@ -62,10 +55,8 @@ def measure(policy: str, lanes: int, tokens: int) -> tuple[float, int]:
     arrivals = [arrival(index, prompt=1, output=tokens) for index in range(lanes)]
     natures = Natures(arrivals, {"only": CATEGORY}, 0)
     named = named_policy(policy, WIDTHS)
-    device = Excluded(
-        SimulatedDevice(COSTS, natures, widths=WIDTHS, concurrency=lanes, token_capacity=1024, context=2 * tokens)
-    )
-    scheduler = Scheduler(device, named.make())  # type: ignore[arg-type]
+    device = TimedDevice(COSTS, natures, widths=WIDTHS, concurrency=lanes, token_capacity=1024, context=2 * tokens)
+    scheduler = Scheduler(device, named.make())
     for one in arrivals:
         scheduler.submit(request_of(one))
     taken: list[float] = []

@@ -95,9 +95,6 @@ class Adversary:
             self.accepted += done.accepted
             self.copied += min(len(lane.copies), done.accepted)
 
-    def ended(self, number: int) -> None:
-        pass
-
 
 @define
 class Random(Adversary):

@@ -66,29 +66,38 @@ _Outcome = tuple[int, int, int, bool]
 
 
 class _Counts:
-    """Judged and rejected drafts of one source by depth, older ones weighing less; ``weight`` is that of the newest outcome."""
+    """Judged and rejected drafts of one source by depth, older ones weighing less; ``weight`` is that of the newest outcome.
 
-    __slots__ = ("judged", "rejected", "weight")
+    ends, starts: weight of outcomes by the depth behind their last judged draft, and by that of their first, 0 … K.
+    """
+
+    __slots__ = ("ends", "rejected", "starts", "weight")
 
     def __init__(self, drafts: int) -> None:
-        self.judged, self.rejected = [0.0] * drafts, [0.0] * drafts
+        self.ends, self.starts, self.rejected = [0.0] * (drafts + 1), [0.0] * (drafts + 1), [0.0] * drafts
         self.weight = 1.0
 
     def fade(self, factor: float) -> None:
         """Everything counted so far weighs less by this factor, at least 1, than what is counted from now on."""
         self.weight *= factor
         if self.weight > _GREATEST_WEIGHT:
-            self.judged = [count / self.weight for count in self.judged]
+            self.ends = [count / self.weight for count in self.ends]
+            self.starts = [count / self.weight for count in self.starts]
             self.rejected = [count / self.weight for count in self.rejected]
             self.weight = 1.0
 
     def add(self, first: int, end: int, rejected: bool, times: int) -> None:
         """So many times depths ``first`` … ``end`` − 1 were judged, the last of them rejected or not."""
-        weight, judged = self.weight * times, self.judged
-        for depth in range(first, end):
-            judged[depth] += weight
+        weight = self.weight * times
+        self.ends[end] += weight
+        self.starts[first] += weight
         if rejected:
             self.rejected[end - 1] += weight
+
+    def judged(self) -> list[float]:
+        """Weight of judged drafts by depth, 0 … K − 1: of outcomes that end behind it and begin no deeper."""
+        changes = [end - start for end, start in zip(self.ends, self.starts)]
+        return list(accumulate(changes[:0:-1]))[::-1]
 
 
 @frozen
@@ -117,11 +126,10 @@ class AcceptanceHistory:
         self._counts: dict[int, _Counts] = {}
         # outcomes of a round are noted one by one and counted together, as of one age, when an estimate is asked for
         self._notes: defaultdict[_Outcome, int] = defaultdict(int)
-        self._noted = 0
         self._estimates: dict[int, _Estimate] = {}
-        #: What ``judged`` says of rounds without copies, by (verified, accepted).
-        self._plain: dict[tuple[int, int], tuple[_Outcome, ...]] = {
-            (verified, accepted): ((_LEARNED, 0, min(accepted + 1, verified), accepted < verified),) if verified else ()
+        # what is judged by rounds without copies, by (verified, accepted); depths 0 … −1 where nothing was verified
+        self._plain: dict[tuple[int, int], _Outcome] = {
+            (verified, accepted): (_LEARNED, 0, min(accepted + 1, verified), accepted < verified)
             for verified in range(drafts + 1)
             for accepted in range(verified + 1)
         }
@@ -143,14 +151,13 @@ class AcceptanceHistory:
 
     def judged(self, verified: int, accepted: int, copied: int, match_length: int | None) -> tuple[_Outcome, ...]:
         """Judged depths by source: (source, first, end, rejected). Arguments and errors as ``observe``."""
+        plain = self._plain.get((verified, accepted))
+        if plain is None:
+            raise UsageError(
+                f"accepted {accepted} of {verified} verified drafts; 0 <= accepted <= verified <= {self.drafts}"
+            )
         if not copied:
-            found = self._plain.get((verified, accepted))
-            if found is None:
-                raise UsageError(
-                    f"accepted {accepted} of {verified} verified drafts; 0 <= accepted <= verified <= {self.drafts}"
-                )
-            return found
-        self.judged(verified, accepted, 0, None)
+            return (plain,) if verified else ()
         source, end, rejected = _copies(copied, match_length), min(accepted + 1, verified), accepted < verified
         if end <= copied:
             return ((source, 0, end, rejected),) if end else ()
@@ -159,11 +166,10 @@ class AcceptanceHistory:
     def note(self, outcome: _Outcome, square: float | None = None) -> None:
         """Takes in depths of one source, as ``judged`` gives them. square: the request's recent rejections are its root of
         standard deviations from what the global estimate expects; None for no request's."""
-        self._notes[outcome] += 1
-        self._noted += 1
+        times = self._notes[outcome] = self._notes[outcome] + 1
         if square is not None:
             self._spread += _GLOBAL_RATE * (square - self._spread)
-        if self._noted >= MOST_NOTED:
+        if times >= MOST_NOTED:
             self._count()
 
     def hazards(self, match_length: int | None = None) -> tuple[float, ...]:
@@ -200,7 +206,6 @@ class AcceptanceHistory:
             counts.add(first, end, rejected, times)
             self._estimates.pop(source, None)
         self._notes.clear()
-        self._noted = 0
         beyond = max(self._spread - 1.0, RECENT_OUTCOMES / MOST_SHARED)
         self.shared = max(FEWEST_SHARED, RECENT_OUTCOMES / beyond)
 
@@ -208,7 +213,7 @@ class AcceptanceHistory:
         if counts is None:
             return [self._prior] * self.drafts
         hazard, hazards, prior = self._prior, [], PRIOR_WEIGHT * counts.weight
-        for judged, rejected in zip(counts.judged, counts.rejected):
+        for judged, rejected in zip(counts.judged(), counts.rejected):
             hazard = (rejected + prior * hazard) / (judged + prior)
             hazards.append(hazard)
         return hazards
@@ -221,6 +226,8 @@ class RequestSurvival:
         """history: of the model that the request runs on; outcomes of this request are added to it."""
         self._history = history
         self._own: dict[int, _Own] = {}
+        # that of learned drafts, which every round without copies asks for; also in ``_own``
+        self._learned: _Own | None = None
         self._turn = 0
 
     def observe(self, verified: int, accepted: int, copied: int = 0, match_length: int | None = None) -> None:
@@ -228,15 +235,16 @@ class RequestSurvival:
 
         A round that verified nothing lets time pass: older outcomes weigh less.
         """
-        history, turn = self._history, self._turn + 1
-        outcomes = history.judged(verified, accepted, copied, match_length)
+        history, turn, learned = self._history, self._turn + 1, self._learned
+        plain = history._plain.get((verified, accepted))
+        if copied or learned is None or plain is None:
+            for outcome in history.judged(verified, accepted, copied, match_length):
+                source, first, end, rejected = outcome
+                history.note(outcome, self._of(source).add(turn, first, end, rejected))
+        elif verified:
+            # the same for rounds without copies, of which there are many
+            history.note(plain, learned.add(turn, 0, plain[2], plain[3]))
         self._turn = turn
-        for outcome in outcomes:
-            source, first, end, rejected = outcome
-            own = self._own.get(source)
-            if own is None:
-                own = self._own[source] = _Own(turn - 1, history.estimate(source))
-            history.note(outcome, own.add(turn, first, end, rejected))
 
     def survival(self, drafts: int, copied: int = 0, match_length: int | None = None) -> tuple[float, ...]:
         """Probability that the first j drafts of the next round are all accepted, j = 1 … drafts, at most K.
@@ -244,16 +252,24 @@ class RequestSurvival:
         copied, match_length: as that round will have them. Raises UsageError for copies without the length of their match.
         """
         if not copied:
-            own = self._refreshed(_LEARNED)
+            own = self._learned
+            if own is None or self._turn >= own.due:
+                own = self._refreshed(_LEARNED)
             return own.survival if drafts >= len(own.survival) else own.survival[:drafts]
         copies = self._refreshed(_copies(copied, match_length)).accepted
         learned = self._refreshed(_LEARNED).accepted
         return tuple(accumulate((copies[:copied] + learned[copied:])[:drafts], mul))
 
-    def _refreshed(self, source: int) -> _Own:
+    def _of(self, source: int) -> _Own:
         own = self._own.get(source)
         if own is None:
             own = self._own[source] = _Own(self._turn, self._history.estimate(source))
+            if source == _LEARNED:
+                self._learned = own
+        return own
+
+    def _refreshed(self, source: int) -> _Own:
+        own = self._of(source)
         if self._turn >= own.due:
             own.refresh(self._turn, self._history.estimate(source), self._history.shared)
         return own
@@ -300,7 +316,13 @@ class _Own:
         if turn >= self.turn + SETTLED_ROUNDS:
             self._pass(turn)
         counts, drafts = self.counts, end - first
-        counts.add(first, end, rejected, 1)
+        # as _Counts.add does for one outcome
+        weight = counts.weight
+        counts.ends[end] += weight
+        if first:
+            counts.starts[first] += weight
+        if rejected:
+            counts.rejected[end - 1] += weight
         self.outcomes += 1
         sums, own = self.common.sums, self.sums
         expected = own[end] - own[first]
@@ -334,7 +356,7 @@ class _Own:
             weight = prior = shared * counts.weight
         self.accepted = [
             1.0 - (rejected + prior * hazard) / (judged + weight)
-            for rejected, judged, hazard in zip(counts.rejected, counts.judged, common.hazards)
+            for rejected, judged, hazard in zip(counts.rejected, counts.judged(), common.hazards)
         ]
         self.sums = list(accumulate([1.0 - rate for rate in self.accepted], initial=0.0))
         self.survival = tuple(accumulate(self.accepted, mul))

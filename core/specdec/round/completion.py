@@ -6,7 +6,6 @@ frame holds one record per slot and one for the spare slot, which nobody reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -48,6 +47,7 @@ class Field(IntEnum):
 # plain integers and a table: looking an enumeration up costs more than the rest of a record
 _EMITTED, _FINISH = int(Field.EMITTED), int(Field.FINISH)
 _FINISHES = tuple(sorted(Finish))
+_new = tuple.__new__
 
 
 class Completion(NamedTuple):
@@ -76,10 +76,10 @@ class Completion(NamedTuple):
     faults: int
     tokens: tuple[int, ...]
 
-    @classmethod
-    def parse(cls, record: Sequence[int]) -> Completion:
+    @staticmethod
+    def parse(record: list[int]) -> Completion:
         """record: sixteen fields and padded tokens, as read from a frame."""
-        fields: list[Any] = list(record[:METADATA_FIELDS])
+        fields: list[Any] = record[:METADATA_FIELDS]
         fields[_FINISH] = _FINISHES[fields[_FINISH]]
         fields.append(tuple(record[METADATA_FIELDS : METADATA_FIELDS + fields[_EMITTED]]))
-        return tuple.__new__(cls, fields)
+        return _new(Completion, fields)

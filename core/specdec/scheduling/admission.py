@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attrs import evolve
 
@@ -17,7 +17,6 @@ from specdec.errors import CapacityError
 from specdec.round.completion import Finish
 from specdec.scheduling.device import Device
 from specdec.scheduling.emissions import error_line, farewell, last_text
-from specdec.scheduling.policy import WidthPolicy
 from specdec.scheduling.resident import Resident, TokenRun, Waiting
 from specdec.serving.metrics import Metrics
 from specdec.serving.request import Emission, Progress, Request
@@ -38,7 +37,6 @@ class Admission:
     def __init__(
         self,
         device: Device,
-        policy: WidthPolicy,
         *,
         reserved_output: int | None,
         isolate: bool,
@@ -47,7 +45,6 @@ class Admission:
     ) -> None:
         """For the parameters see ``Scheduler``."""
         self.device = device
-        self.policy = policy
         self.reserved_output = reserved_output
         self.isolate = isolate
         self.history = history
@@ -109,7 +106,6 @@ class Admission:
 
     def ended(self, number: int, finish: Finish) -> None:
         """A request will emit nothing more."""
-        self.policy.ended(number)
         if self.history is not None:
             self.history.end(number)
         if self.metrics is not None:
@@ -164,6 +160,7 @@ class Admission:
             context_bound=room < request.max_new_tokens,
             run=TokenRun(request.inputs),
             scores=entry.scores,
+            acceptance=entry.acceptance,
         )
         lost = self._lost()
         try:
@@ -253,9 +250,11 @@ class Admission:
         end = min(len(request.prompt) + request.max_new_tokens, self.device.context)
         return min(tokens, end) + self.device.horizon
 
-    def reserve(self, resident: Resident, width: int) -> None:
+    def reserve(self, residents: Sequence[Resident], width: int) -> None:
         """Pages for everything that one more round and the unacknowledged ones may touch. Raises CapacityError."""
-        if self.reserved_output is not None:
+        if self.reserved_output is None:
+            return
+        for resident in residents:
             tokens = resident.consumed + resident.ahead + width
             self.device.reserve(resident.slot, self._reach(resident.request, tokens))
 
@@ -284,13 +283,16 @@ class Admission:
         if resident.entered:
             request = evolve(request, output=resident.output, prompt_logprobs=None)
         self.retire(resident)
-        self.waiting.appendleft(Waiting(number=resident.number, request=request, scores=resident.scores))
+        self.waiting.appendleft(
+            Waiting(number=resident.number, request=request, scores=resident.scores, acceptance=resident.acceptance)
+        )
 
     # --- ends ------------------------------------------------------------------------------------------------------
 
     def retire(self, resident: Resident) -> None:
         """No later round runs the request; slot and pages are free once the last submitted round that names them is read."""
         del self.residents[resident.slot]
+        resident.retired = True
         self._crowded = False
         self.device.retire(resident.slot)
         if resident.flights:

@@ -67,7 +67,7 @@ class RoundResult:
     logprobs: columns by emitted token, () where not asked for. forecasts: None from devices whose rounds do not forecast.
     """
 
-    records: Sequence[Sequence[int]]
+    records: Sequence[list[int]]
     seconds: float
     logprobs: Sequence[Any] = field(factory=tuple)
     forecasts: Sequence[Sequence[float]] | None = None

@@ -35,9 +35,6 @@ class WidthPolicy(Protocol):
     def observe(self, plan: RoundPlan, seconds: float, outcomes: Sequence[Outcome]) -> None:
         """A collected round and its device seconds."""
 
-    def ended(self, number: int) -> None:
-        """The request of this number will have no more rounds."""
-
 
 class FixedWidth:
     """One width for every round, or width one where it was not prepared. Keeps the acceptance history all the same."""
@@ -60,9 +57,6 @@ class FixedWidth:
                 if done.verified:
                     self.history.observe(done.verified, done.accepted, copied_drafts(lane, done), lane.match_length)
 
-    def ended(self, number: int) -> None:
-        """See ``WidthPolicy.ended``."""
-
 
 class AdaptiveWidth:
     """The width of most expected tokens per second, from each request's own acceptance and measured round costs."""
@@ -71,13 +65,12 @@ class AdaptiveWidth:
         self.controller = controller
         self.history = history
         self.drafts = controller.widths[-1] - 1
-        self._requests: dict[int, RequestSurvival] = {}
 
     def choose(self, batch: int, widths: Sequence[int], lanes: Sequence[Prospect]) -> Decision:
         """See ``WidthPolicy.choose``."""
-        requests, outlooks = self._requests, []
+        outlooks = []
         for resident, ceiling, copy in lanes:
-            request = requests.get(resident.number) or self._begin(resident)
+            request = resident.acceptance or self._begin(resident)
             if copy is None:
                 outlooks.append(request.survival(ceiling))
             else:
@@ -86,22 +79,18 @@ class AdaptiveWidth:
 
     def observe(self, plan: RoundPlan, seconds: float, outcomes: Sequence[Outcome]) -> None:
         """See ``WidthPolicy.observe``."""
-        requests, emitted = self._requests, 0
+        emitted = 0
         for lane, resident, done in outcomes:
             emitted += done.emitted
-            request = requests.get(resident.number) or self._begin(resident)
+            request = resident.acceptance or self._begin(resident)
             if lane.copies:
                 request.observe(done.verified, done.accepted, copied_drafts(lane, done), lane.match_length)
             else:
                 request.observe(done.verified, done.accepted)
         self.controller.observe(plan.batch, plan.width, seconds, emitted)
 
-    def ended(self, number: int) -> None:
-        """See ``WidthPolicy.ended``."""
-        self._requests.pop(number, None)
-
     def _begin(self, resident: Resident) -> RequestSurvival:
-        found = self._requests[resident.number] = RequestSurvival(self.history)
+        found = resident.acceptance = RequestSurvival(self.history)
         return found
 
 

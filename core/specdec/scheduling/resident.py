@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import define, field
 
+from specdec.control.acceptance import RequestSurvival
 from specdec.scheduling.device import LanePlan, RoundPlan
 from specdec.serving.grammar import GrammarState
 from specdec.serving.request import Request
@@ -34,12 +35,12 @@ class TokenRun:
 
 @define(kw_only=True, eq=False)
 class Waiting:
-    """A request without a slot: new, or preempted with the output it had. scores: what is known of its prompt's scores."""
+    """A request without a slot: new, or preempted with the output it had. scores, acceptance: see ``Resident``."""
 
     number: int
     request: Request
-    since: float = 0.0
     scores: Any = None
+    acceptance: RequestSurvival | None = None
 
 
 @define(kw_only=True, eq=False)
@@ -48,11 +49,13 @@ class Resident:
 
     budget: most new tokens. context_bound: the context, not max_new_tokens, sets it. run: inputs and acknowledged output.
     extended: its rounds must be extended ones. host_decides: the host must read each of its rounds before the next, for its stop
-    strings or its grammar. generated: tokens emitted, earlier output included. consumed: inputs whose state the slot holds, as
-    acknowledged. entered: the prompt is consumed, rounds may run. started: its first token was sampled. flights: its submitted
-    and unacknowledged rounds. lost: a round of it was submitted and never acknowledged, so the slot's state is not known to be
-    that of ``consumed``. matcher: looks for stop strings, None if there are none. grammar: where its output stands, None without
-    one. plan: the last one without copies and masks, to be used again. scores: prompt scores being read, the device's own object.
+    strings or its grammar. plain: neither, and no log-probabilities. generated: tokens emitted, earlier output included.
+    consumed: inputs whose state the slot holds, as acknowledged. entered: the prompt is consumed, rounds may run. started: its
+    first token was sampled. flights: its submitted and unacknowledged rounds. lost: a round of it was submitted and never
+    acknowledged, so the slot's state is not known to be that of ``consumed``. matcher: looks for stop strings, None if there are
+    none. retired: it has left its slot. grammar: where its output stands, None without one. plan: the last one without copies and
+    masks, to be used again. acceptance: what a policy knows of its drafts. scores: prompt scores being read, the device's own
+    object.
     """
 
     number: int
@@ -64,21 +67,25 @@ class Resident:
     run: TokenRun
     extended: bool = field(init=False)
     host_decides: bool = field(init=False)
+    plain: bool = field(init=False)
     generated: int = field(init=False)
     consumed: int = 0
     entered: bool = False
     started: bool = False
     flights: list[RoundPlan] = field(factory=list)
     lost: bool = False
+    retired: bool = False
     matcher: StopMatcher | None = None
     grammar: GrammarState | None = None
     plan: LanePlan | None = None
+    acceptance: RequestSurvival | None = None
     scores: Any = None
 
     def __attrs_post_init__(self) -> None:
         self.extended = self.request.extended
         self.generated = len(self.request.output)
         self.host_decides = bool(self.request.stop) or self.request.grammar is not None
+        self.plain = not self.host_decides and self.request.logprobs is None
 
     @property
     def ahead(self) -> int:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 # plain integers: looking a member of an enumeration up costs more than what is done with it
 _REQUEST, _EPOCH, _ROUND = int(Field.REQUEST), int(Field.EPOCH), int(Field.ROUND)
+_NONE = Finish.NONE
+# an emission's fields in order, without the cost of keywords
+_new = tuple.__new__
 
 
 @frozen(kw_only=True, eq=False)
@@ -89,13 +92,15 @@ class Scheduler:
         self.metrics = metrics
         self.trace = trace
         self.admission = Admission(
-            device, policy, reserved_output=reserved_output, isolate=isolate, history=history, metrics=metrics
+            device, reserved_output=reserved_output, isolate=isolate, history=history, metrics=metrics
         )
         self.flights: deque[_Flight] = deque()
         self._ready: deque[Emission] = deque()
         # these waited for first tokens of others, or for what is in flight, and go before further first tokens: newcomers that
         # end with one token make room for more
         self._owed: list[Resident] = []
+        # requests, and how many copies their grammars refused, of the round that is being planned
+        self._refused: list[tuple[int, int]] = []
         self._check_records = check_records
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -141,6 +146,7 @@ class Scheduler:
     def _submit_next(self) -> bool:
         """Submits first tokens of newcomers, else a round of everyone who may run. False if there was nothing to submit."""
         while len(self.flights) < self.queue_depth:
+            self._refused.clear()
             residents = list(self.admission.residents.values())
             newcomers = [one for one in residents if one.entered and not one.started and not one.flights]
             if newcomers and not any(one in residents for one in self._owed):
@@ -150,10 +156,13 @@ class Scheduler:
             if not running:
                 self._owed = _passed_over(residents)
                 return False
-            drafts = self.policy.drafts
+            drafts, copying = self.policy.drafts, self.history is not None
             lanes, prospects, drafting = [], list[Prospect](), False
             for one in running:
-                lane, copy = self._lane(one, drafts)
+                # most rounds of most requests: the same plan as before
+                lane, copy = one.plan, None
+                if lane is None or copying or lane.ceiling != drafts or not one.plain:
+                    lane, copy = self._lane(one, drafts)
                 lanes.append(lane)
                 prospects.append((one, lane.ceiling, copy))
                 drafting = drafting or lane.ceiling > 0
@@ -163,8 +172,7 @@ class Scheduler:
                 decision = self.policy.choose(batch, self.device.widths(batch), prospects)
                 width = decision.width
             try:
-                for one in running:
-                    self.admission.reserve(one, width)
+                self.admission.reserve(running, width)
             except CapacityError as error:
                 # pages are short: what is in flight is read first, then the last one admitted steps back
                 if self.flights:
@@ -209,13 +217,11 @@ class Scheduler:
             masks = tuple(resident.grammar.rows(() if copy is None else copy.tokens))
             drafts = len(masks) - 1
             if copy is not None and drafts < len(copy.tokens):
-                if self.metrics is not None:
-                    self.metrics.grammar_rejected(resident.number, len(copy.tokens) - drafts)
+                self._refused.append((resident.number, len(copy.tokens) - drafts))
                 copy = Copy(copy.tokens[:drafts], copy.match_length) if drafts else None
             return _lane_plan(resident, drafts, copy, masks), copy
         if copy is not None:
             return _lane_plan(resident, drafts, copy, None), copy
-        # most rounds of most requests: the same plan as before
         if resident.plan is None or resident.plan.ceiling != drafts:
             resident.plan = _lane_plan(resident, drafts, None, None)
         return resident.plan, None
@@ -256,6 +262,9 @@ class Scheduler:
             self._owed = _passed_over(self.admission.residents.values())
         elif self._owed:
             self._owed = [one for one in self._owed if one not in lanes]
+        if self.metrics is not None:
+            for number, copies in self._refused:
+                self.metrics.grammar_rejected(number, copies)
         self.flights.append(_Flight(plan=plan, lanes=tuple(lanes), handle=handle, decision=decision))
         self.admission.next_round += 1
         return True
@@ -283,22 +292,35 @@ class Scheduler:
             return []
         events: list[Emission] = []
         outcomes: list[Outcome] = []
-        present, number = self.admission.residents.get, plan.number
-        for lane, (resident, record) in enumerate(zip(flight.lanes, result.records, strict=True)):
+        ended: list[Emission] = []
+        # looked up once: what follows is paid for every lane of every round
+        number, parse, keep, note = plan.number, Completion.parse, events.append, outcomes.append
+        usual = self.history is None and not self.device.publishes and result.forecasts is None
+        for lane, (planned, resident, record) in enumerate(zip(plan.lanes, flight.lanes, result.records, strict=True)):
             if (
                 record[_REQUEST] != resident.number
                 or record[_EPOCH] != resident.epoch
                 or record[_ROUND] != number
-                or present(resident.slot) is not resident
+                or resident.retired
             ):
                 continue  # a late record: of a cancelled request, an earlier owner of the slot or an earlier round
-            completion = Completion.parse(record)
-            outcomes.append((plan.lanes[lane], resident, completion))
-            events.append(self._apply(resident, completion, flight, lane, result))
+            done = parse(record)
+            tokens, finish = done.tokens, done.finish
+            resident.started, resident.lost = True, False
+            resident.run.tokens.extend(tokens)
+            resident.generated += done.emitted
+            resident.consumed = done.consumed
+            note((planned, resident, done))
+            if usual and finish is _NONE and resident.plain:
+                keep(_new(Emission, (resident.number, tokens, _NONE, done, None, None, None, None)))
+                continue
+            event = self._apply(resident, done, flight, lane, result)
+            keep(event)
+            if event.finish is not _NONE:
+                ended.append(event)
         self._report(flight, result.seconds, outcomes)
-        for event in events:
-            if event.finish is not Finish.NONE:
-                self.admission.ended(event.request, event.finish)
+        for event in ended:
+            self.admission.ended(event.request, event.finish)
         self.admission.release_read(plan.number)
         return events
 
@@ -309,12 +331,8 @@ class Scheduler:
                 self.admission.fail(resident, error)
 
     def _apply(self, resident: Resident, done: Completion, flight: _Flight, lane: int, result: RoundResult) -> Emission:
-        """Takes one lane's record in: what its request's caller gets."""
+        """What a request's caller gets of a record that its resident has taken in, and what follows if it is the last."""
         tokens, finish = done.tokens, done.finish
-        resident.started, resident.lost = True, False
-        resident.run.tokens.extend(tokens)
-        resident.generated += done.emitted
-        resident.consumed = done.consumed
         if finish is Finish.LENGTH and resident.context_bound:
             finish = Finish.CONTEXT
         text = error = logprobs = forecasts = None

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from scheduler_bench import GONE, IMPOSSIBLE, Fault, SchedulerBench, grammar, submissions
+from scheduler_bench import GONE, IMPOSSIBLE, Fault, SchedulerBench, ScriptedGrammar, grammar, submissions
 from simulated_fleet import arrival
 from simulated_fleet import run as run_fleet
 
@@ -384,3 +384,32 @@ def test_cancelled_inside_a_submission_that_fails(depth: int, isolate: bool) -> 
     assert (told is GONE) is not isolate
     assert bench.seen[doomed].cancelled
     bench.finish()
+
+
+@pytest.mark.parametrize("pages", [None, 10])
+def test_copies_that_a_grammar_refuses_are_counted_once(pages: int | None) -> None:
+    """Those of rounds that were submitted. When pages are short a round is planned again, and nothing counts twice."""
+    bench = SchedulerBench(queue_depth=2, copying=True, reserved_output=1, pages=pages, **SMALL)
+    planned: dict[int, int] = {}
+    refused = 0
+    rows, submit = ScriptedGrammar.rows, bench.device.submit
+
+    def counted(self: ScriptedGrammar, copies: Any = ()) -> list[bytes]:
+        found = rows(self, copies)
+        planned[id(self)] = len(copies) + 1 - len(found)
+        return found
+
+    def submitted(plan: Any) -> None:
+        nonlocal refused
+        submit(plan)
+        by_slot = bench.scheduler.admission.residents
+        refused += sum(planned.get(id(by_slot[lane.slot].grammar), 0) for lane in plan.lanes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptedGrammar, "rows", counted)
+        patch.setattr(bench.device, "submit", submitted)
+        for _ in range(20):
+            bench.submit(prompt=9, output=25, grammar=grammar(complete=24))
+        bench.finish()
+    assert (bench.scheduler.admission.preemptions > 5) is (pages is not None)
+    assert bench.metrics.snapshot()["grammar_rejections"] == refused > 50

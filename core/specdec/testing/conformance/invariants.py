@@ -60,7 +60,7 @@ class Account:
 def parse(record: Sequence[int], number: int) -> Completion:
     """The record of round ``number``. Raises AssertionError if the frame holds another round's, or none."""
     assert record[Field.ROUND] == number, f"the frame of round {number} holds a record of round {record[Field.ROUND]}"
-    return Completion.parse(record)
+    return Completion.parse(list(record))
 
 
 def check_record(
