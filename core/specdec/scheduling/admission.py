@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from attrs import evolve
 
@@ -87,8 +88,8 @@ class Admission:
         resident = next((one for one in self.residents.values() if one.number == number), None)
         if resident is None:
             return False
-        if self.device.publishes and resident.entered and resident.settled:
-            self.device.publish(resident, resident.consumed)
+        if resident.entered and resident.settled:
+            self.publish(resident, resident.consumed)
         self.retire(resident)
         self._part(number, Finish.CANCELLED, resident, last_text(resident))
         return True
@@ -165,13 +166,13 @@ class Admission:
         lost = self._lost()
         try:
             resident.consumed = self.device.admit(resident, self._first_reach(request))
-        except CapacityError as error:
-            if self.residents or self._retiring:
+        except Exception as error:
+            if isinstance(error, CapacityError) and (self.residents or self._retiring):
                 return None
             if not self.isolate:
                 raise
             self.waiting.popleft()
-            self._part(entry.number, Finish.FAULT, None, "" if request.stop else None, str(error))
+            self._part(entry.number, Finish.FAULT, None, "" if request.stop else None, error_line(error))
             return None
         self.free_slots.pop()
         self.waiting.popleft()
@@ -208,8 +209,8 @@ class Admission:
         try:
             logprobs = self.device.prefill(resident, end)
             resident.consumed = end
-            if self.device.publishes and (end == total or end % page == 0):
-                self.device.publish(resident, end)
+            if end == total or end % page == 0:
+                self.publish(resident, end)
         except BaseException as error:
             if self.isolate and isinstance(error, Exception):
                 self.fail(resident, error)
@@ -224,6 +225,7 @@ class Admission:
         try:
             resident.grammar = self.device.grammar(resident.request)
             resident.matcher = self.device.matcher(resident.request)
+            self.device.enter(resident)
         except Exception as error:
             if not self.isolate:
                 self.retire(resident)
@@ -231,7 +233,6 @@ class Admission:
                 raise
             self.fail(resident, error)
             return
-        self.device.enter(resident)
         resident.run.extend(resident.request.output[-1:])
         resident.started = bool(resident.request.output)
         resident.entered = True
@@ -269,8 +270,8 @@ class Admission:
             self.fail(next(iter(self.residents.values())), shortage)
             return
         resident = list(self.residents.values())[-1]
-        if self.device.publishes and resident.entered and resident.settled:
-            self.device.publish(resident, resident.consumed)
+        if resident.entered and resident.settled:
+            self.publish(resident, resident.consumed)
         self._step_back(resident)
         self.preemptions += 1
         self._crowded = True
@@ -287,7 +288,20 @@ class Admission:
             Waiting(number=resident.number, request=request, scores=resident.scores, acceptance=resident.acceptance)
         )
 
-    # --- ends ------------------------------------------------------------------------------------------------------
+    # --- checkpoints and ends --------------------------------------------------------------------------------------
+
+    def publish(self, resident: Resident, length: int, *, boundary: Any = None, lane: int = 0) -> None:
+        """Makes a prefix checkpoint where checkpoints are kept; see ``Device.publish``. No request fails for want of one."""
+        if not self.device.publishes:
+            return
+        try:
+            self.device.publish(resident, length, boundary=boundary, lane=lane)
+        except Exception as error:
+            if not self.isolate:
+                raise
+            _log.warning(
+                "request %d: no checkpoint of its first %d tokens: %s", resident.number, length, error_line(error)
+            )
 
     def retire(self, resident: Resident) -> None:
         """No later round runs the request; slot and pages are free once the last submitted round that names them is read."""

@@ -359,10 +359,10 @@ class Scheduler:
         before, after = completion.consumed - completion.emitted, completion.consumed
         crossed = after // self.device.page_tokens * self.device.page_tokens
         if flight.plan.boundary and crossed > before:
-            self.device.publish(resident, crossed, boundary=flight.handle, lane=lane)
+            self.admission.publish(resident, crossed, boundary=flight.handle, lane=lane)
         # a lane that ended on the device does nothing in rounds queued behind
         if finish is not Finish.NONE and (resident.settled or completion.finish is not Finish.NONE):
-            self.device.publish(resident, after)
+            self.admission.publish(resident, after)
 
     def _report(self, flight: _Flight, seconds: float, outcomes: Sequence[Outcome]) -> None:
         """Tells policy, metrics and trace of a collected round."""

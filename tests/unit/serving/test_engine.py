@@ -204,8 +204,10 @@ def test_stop_strings_and_drafts_share_a_batch(prepared: Any, solo: Solo) -> Non
 class _Failing:
     """A device that fails in the work of one request number."""
 
-    def __init__(self, inner: Any, *, prefill: int | None = None, round_with: int | None = None) -> None:
-        self._inner, self._prefill, self._round = inner, prefill, round_with
+    def __init__(
+        self, inner: Any, *, prefill: int | None = None, admit: int | None = None, publishing: bool = True
+    ) -> None:
+        self._inner, self._prefill, self._admit, self._publishing = inner, prefill, admit, publishing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -214,6 +216,16 @@ class _Failing:
         if resident.number == self._prefill:
             raise RuntimeError("no such expert")
         return self._inner.prefill(resident, end)
+
+    def admit(self, resident: Any, reach: int) -> int:
+        if resident.number == self._admit:
+            raise RuntimeError("no such slot")
+        return self._inner.admit(resident, reach)
+
+    def publish(self, resident: Any, length: int, **options: Any) -> None:
+        if not self._publishing:
+            raise RuntimeError("no room for a checkpoint")
+        self._inner.publish(resident, length, **options)
 
 
 def _with_device(engine: Engine, device: Any) -> None:
@@ -231,6 +243,31 @@ def test_an_error_of_one_request_ends_that_request_and_no_other(prepared: Any, s
             assert (output.tokens, output.finish, output.error) == ((), Finish.FAULT, "RuntimeError: no such expert")
         else:
             assert (output.tokens, output.finish, output.error) == (*solo(one), None)
+    assert_nothing_leaked(engine)
+
+
+def test_an_error_on_admission_ends_that_request_and_no_other(prepared: Any, solo: Solo) -> None:
+    wanted = [request(number) for number in range(4)]
+    engine = Engine(prepared(concurrency=2))
+    _with_device(engine, _Failing(engine._device, admit=1))
+    outputs = engine.generate(wanted)
+    engine.close()
+    assert (outputs[1].tokens, outputs[1].error) == ((), "RuntimeError: no such slot")
+    for number in (0, 2, 3):
+        assert (outputs[number].tokens, outputs[number].finish) == solo(wanted[number])
+    assert_nothing_leaked(engine)
+
+
+def test_checkpoints_that_cannot_be_made_cost_no_request(
+    prepared: Any, solo: Solo, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = [request(number, prompt=[number] * 70, max_new_tokens=9, stop_ids=()) for number in range(3)]
+    engine = Engine(prepared(concurrency=2, snapshot_bytes=1 << 22))
+    _with_device(engine, _Failing(engine._device, publishing=False))
+    outputs = engine.generate(wanted)
+    engine.close()
+    assert [(one.tokens, one.finish) for one in outputs] == [solo(one) for one in wanted]
+    assert any("no room for a checkpoint" in record.getMessage() for record in caplog.records)
     assert_nothing_leaked(engine)
 
 

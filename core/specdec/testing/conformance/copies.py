@@ -31,7 +31,9 @@ class CopyConformance(Conformance):
             with pytest.raises(UsageError, match=message) as caught:
                 captured.submit(slots, [any_drafts] * 4, driver.number, copies=copies)
             assert "\n" not in str(caught.value)
-        assert all(torch.equal(a, b) for a, b in zip(bench.image().copies, image.copies, strict=True))
+        for found, expected in zip(bench.image().copies, image.copies, strict=True):
+            # what earlier tests poisoned and nobody committed may be NaN
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         assert all(done.emitted for done in driver.round(slots, any_drafts, copies={}))
 
     def test_greedy_with_copies_equals_plain_decoding(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
