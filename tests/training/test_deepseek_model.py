@@ -271,7 +271,7 @@ def test_anchors_lie_in_the_text(training_path):
 
 
 def test_temperatures_are_those_of_the_core(training_path):
-    """Certain outcomes are the special case of acceptances 0 and 1."""
+    """Certain outcomes are the special case of acceptances 0 and 1; probabilities of acceptance have no chance in them."""
     from plugins.deepseek_v41.training.evaluation import calibration
     from specdec.control.calibration import Outcome, fit_temperatures, survival_errors
 
@@ -280,7 +280,7 @@ def test_temperatures_are_those_of_the_core(training_path):
     found = calibration(events.double(), scores)
     lengths = events.double().cumprod(-1).sum(-1).long().tolist()
     outcomes = [Outcome(scores=tuple(s), accepted=n) for s, n in zip(scores.tolist(), lengths, strict=True)]
-    wanted = fit_temperatures(outcomes)
+    wanted = fit_temperatures(outcomes, chance=lambda forecasts: 0.0)
     assert found["temperatures"] == pytest.approx(wanted, rel=1e-5)
     assert found["error"] == pytest.approx(survival_errors(outcomes, wanted), abs=1e-4)
     assert found["error_uncalibrated"] == pytest.approx(survival_errors(outcomes, [1.0] * 4), abs=1e-4)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -68,9 +68,15 @@ def survival_errors(outcomes: Sequence[Outcome], temperatures: Sequence[float]) 
     return tuple(errors)
 
 
-def fit_temperatures(outcomes: Sequence[Outcome], grid: Sequence[float] = GRID) -> tuple[float, ...]:
+def fit_temperatures(
+    outcomes: Sequence[Outcome],
+    grid: Sequence[float] = GRID,
+    chance: Callable[[Sequence[float]], float] = calibration_noise,
+) -> tuple[float, ...]:
     """Temperatures [K] fitted to rounds: the one nearest 1 whose error is the least, or no more than chance would show. A search
     for the least error alone would follow the noise of few rounds and make forecasts worse.
+
+    chance: the error that calibrated forecasts would show by chance.
 
     Raises UsageError if there are no outcomes or they differ in K.
     """
@@ -89,7 +95,7 @@ def fit_temperatures(outcomes: Sequence[Outcome], grid: Sequence[float] = GRID) 
         best = next(
             place
             for place, (candidate, error) in enumerate(zip(candidates, errors, strict=True))
-            if error <= max(least, calibration_noise(candidate))
+            if error <= max(least, chance(candidate))
         )
         running = candidates[best]
         found.append(nearest_first[best])

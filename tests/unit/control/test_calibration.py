@@ -13,6 +13,7 @@ from specdec.control.calibration import (
     Outcome,
     calibration_error,
     calibration_file,
+    calibration_noise,
     fit_temperatures,
     read_temperatures,
     survival_errors,
@@ -62,6 +63,26 @@ def test_honest_scores_are_left_alone() -> None:
     fresh = rounds(6000, (1.0, 1.0), seed=8)
     found = fit_temperatures(rounds(6000, (1.0, 1.0)))
     assert max(survival_errors(fresh, found)) < 0.025
+
+
+def test_noise_is_what_calibrated_forecasts_show() -> None:
+    """The mean error of many samples whose forecasts are right."""
+    chance = random.Random(11)
+    forecasts = [chance.random() for _ in range(600)]
+    errors = [calibration_error(forecasts, [chance.random() < f for f in forecasts]) for _ in range(300)]
+    assert sum(errors) / len(errors) == pytest.approx(calibration_noise(forecasts), rel=0.05)
+    with pytest.raises(UsageError):
+        calibration_noise([])
+
+
+def test_few_honest_rounds_change_little() -> None:
+    """Their least error is at some other temperature by chance alone, which a search for it would take."""
+
+    def distance(**options: object) -> float:
+        fits = [fit_temperatures(rounds(150, (1.0,) * 3, seed), **options) for seed in range(8)]  # type: ignore[arg-type]
+        return sum(abs(math.log(temperature)) for fit in fits for temperature in fit)
+
+    assert 2 * distance() < distance(chance=lambda forecasts: 0.0)
 
 
 def test_rounds_of_different_lengths_are_refused() -> None:
