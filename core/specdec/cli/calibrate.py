@@ -182,6 +182,7 @@ def _calibrate(
     data = {
         "recipe": model.recipe.name,
         "rounds": len(found),
+        "judged": len(judged),
         "file": str(out),
         "temperatures": list(temperatures),
         "error_before": list(before),

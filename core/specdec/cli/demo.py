@@ -21,7 +21,6 @@ from specdec.cli.options import (
 )
 from specdec.cli.output import replace_unwritable, say, write
 from specdec.cli.refusals import names_options
-from specdec.cli.run import fault_text
 from specdec.cli.tables import arms_table, json_text
 from specdec.errors import ExitCode, UsageError
 
@@ -83,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     plain = prepared_model(args, recipe, evolve(ordinary, context=context))
 
     from specdec.sampling.params import INT64_LIMIT
+    from specdec.scheduling.emissions import fault_text
     from specdec.serving.compare import arms_for, compare
     from specdec.serving.request import Request
 

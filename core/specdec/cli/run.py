@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specdec.serving.request import Request, TokenLogprobs
     from specdec.serving.statistics import DraftStatistics
 
-__all__ = ["add_parser", "fault_text", "read_prompt", "run", "summary_of", "summary_text"]
+__all__ = ["add_parser", "read_prompt", "run", "summary_of", "summary_text"]
 
 _DESCRIPTION = """Generates text from a prompt, drafting and verifying several tokens a round.
 Text goes to stdout as it is generated, a summary to stderr."""
@@ -156,7 +156,7 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
-    finish, faults, error = Finish.NONE, 0, None
+    finish, error = Finish.NONE, None
     first_token = None
     # one request: nothing is gained by a round that is queued behind another
     with Engine(model, history_drafts=args.history_drafts, queue_depth=1, trace=args.trace) as engine:
@@ -176,16 +176,16 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
             first_token = first_token or time.perf_counter()
             tokens.extend(event.tokens)
             logprobs.extend(event.logprobs or ())
-            finish, faults, error = event.finish, event.completion.faults, event.error
+            finish, error = event.finish, event.error
             pieces.append(stream.piece(event))
             if not args.json:
                 write(pieces[-1], end="")
     finished = time.perf_counter()
     first_token = first_token or finished
-    drafts = args.history_drafts or not (request.stop or request.grammar)
+    undrafted = request.stop or (request.grammar and not args.history_drafts)
     summary = {
         "recipe": model.recipe.name,
-        "draft_tokens": model.config.max_draft_tokens if drafts and not request.stop else 0,
+        "draft_tokens": 0 if undrafted else model.config.max_draft_tokens,
         "adaptive": model.config.adaptive_verification and model.config.max_draft_tokens > 0,
         "prompt_tokens": len(request.prompt),
         **summary_of(engine.metrics.totals(), finished - first_token),
@@ -205,7 +205,7 @@ def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) ->
     if args.metrics is not None:
         write_file("--metrics", args.metrics, json_text(engine.metrics.snapshot()))
     if finish is Finish.FAULT:
-        say(f"specdec: error: {error or fault_text(faults)}; the output ends after {len(tokens)} tokens")
+        say(f"specdec: error: {error}; the output ends after {len(tokens)} tokens")
         return int(ExitCode.FAILURE)
     return int(ExitCode.OK)
 
@@ -221,13 +221,6 @@ def _logprobs_data(one: TokenLogprobs) -> dict[str, Any]:
         "logprob": number(one.logprob),
         "top": [{"token": token, "logprob": number(value)} for token, value in one.top],
     }
-
-
-def fault_text(faults: int) -> str:
-    """Why a request ended as a fault. faults: broken state invariants of its last record."""
-    if faults:
-        return f"{faults} invariants of the request's state were broken, which is a bug in the plugin or in specdec"
-    return "the model's logits were not a distribution (NaN or infinite), check the checkpoint or try --dtype float32"
 
 
 def summary_of(statistics: DraftStatistics, seconds: float) -> dict[str, Any]:

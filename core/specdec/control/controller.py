@@ -81,27 +81,21 @@ class WidthController:
         widths: Sequence[int],
         *,
         costs: RoundCosts | None = None,
-        fixed: int | None = None,
         rows: Mapping[tuple[int, int], int] | None = None,
         margin: float = MARGIN,
         share: float = SHARE,
     ) -> None:
-        """widths: every prepared width, increasing from 1. costs: what is known already, further measurements are added. fixed:
-        one of ``widths`` for every round that may use a draft and has it prepared. rows: P by (B, W), of allocated rounds that
-        have fewer than B·W. margin: see MARGIN; 0 lets noise decide between equals. share: of all time, what probes may lose; 0
-        never probes.
+        """widths: every prepared width, increasing from 1. costs: what is known already, further measurements are added. rows: P
+        by (B, W), of allocated rounds that have fewer than B·W. margin: see MARGIN; 0 lets noise decide between equals. share: of
+        all time, what probes may lose; 0 never probes.
 
-        Raises UsageError for widths that do not increase from 1, a fixed width that is none of them, or a share or margin
-        outside [0, 1).
+        Raises UsageError for widths that do not increase from 1, or a share or margin outside [0, 1).
         """
         self.widths = checked_widths(tuple(widths))
-        if fixed is not None and fixed not in self.widths:
-            raise UsageError(f"fixed width {fixed} was not prepared; prepared: {listed(self.widths)}")
         for name, value in (("margin", margin), ("share", share)):
             if not 0 <= value < 1:
                 raise UsageError(f"{name} is {value}; it must be at least 0 and below 1")
         self.costs = RoundCosts() if costs is None else costs
-        self.fixed = fixed
         self.margin = margin
         self.budget = ExplorationBudget(share)
         self._rows = dict(rows or {})
@@ -125,13 +119,9 @@ class WidthController:
         if not lanes or not widths or widths[0] != 1:
             raise UsageError(f"a round of {len(lanes)} lanes at widths {listed(widths)}; one lane and width 1 at least")
         by_depth = list(map(sum, zip_longest(*lanes, fillvalue=0.0)))
-        if self.fixed is None or not by_depth:
-            candidates = self._candidates(batch, lanes, by_depth, widths)
-        else:
-            candidates = self._candidates(batch, lanes, by_depth, (self.fixed if self.fixed in widths else 1,))
+        candidates = self._candidates(batch, lanes, by_depth, widths)
         if len(candidates) == 1:
-            width = next(iter(candidates))
-            reason = Reason.ONLY if self.fixed is None or not by_depth else Reason.FIXED
+            width, reason = next(iter(candidates)), Reason.ONLY
         else:
             width, reason = self._ordinary(batch, candidates)
             if reason is not Reason.MEASURE:

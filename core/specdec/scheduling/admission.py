@@ -126,16 +126,14 @@ class Admission:
                 if resident is None:
                     return
                 if resident.consumed:
-                    yield Progress(
-                        request=resident.number, consumed=resident.consumed, total=len(resident.request.inputs)
-                    )
-            if resident.consumed < len(resident.request.inputs) and self._present(resident):
+                    yield Progress(request=resident.number, consumed=resident.consumed, total=resident.total)
+            if resident.consumed < resident.total and self._present(resident):
                 event = self._chunk(resident)
                 chunks = None if chunks is None else chunks - 1
                 if event is not None:
                     yield event
             # the caller may have cancelled it between two events
-            if resident.consumed == len(resident.request.inputs) and self._present(resident):
+            if resident.consumed == resident.total and self._present(resident):
                 self._enter(resident)
 
     def _present(self, resident: Resident) -> bool:
@@ -179,7 +177,7 @@ class Admission:
         self.residents[resident.slot] = resident
         if self.metrics is not None:
             reused = resident.consumed if self.device.publishes and request.prompt_logprobs is None else None
-            self.metrics.admitted(entry.number, self.device.clock(), reused, len(request.inputs))
+            self.metrics.admitted(entry.number, self.device.clock(), reused, resident.total)
         for reason, total in self._lost().items():
             tokens = total - lost.get(reason, 0)
             if tokens and self.metrics is not None:
@@ -189,7 +187,7 @@ class Admission:
                     "request %d: %d of %d prompt tokens were seen before and are consumed again, %s",
                     entry.number,
                     tokens,
-                    len(request.inputs),
+                    resident.total,
                     _CURES[reason],
                 )
         return resident
@@ -202,7 +200,7 @@ class Admission:
     def _chunk(self, resident: Resident) -> Progress | None:
         """Consumes one prompt chunk. Chunks end at page boundaries where checkpoints are kept, for state can be read only between
         chunks. None if an error ended the request."""
-        total, page = len(resident.request.inputs), self.device.page_tokens
+        total, page = resident.total, self.device.page_tokens
         end = min(resident.consumed + self.device.prefill_tokens, total)
         if self.device.publishes:
             end = min(end, (resident.consumed // page + 1) * page)

@@ -45,6 +45,13 @@ def error_line(error: BaseException) -> str:
     return str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"
 
 
+def fault_text(faults: int) -> str:
+    """Why a request ended as a fault. faults: broken state invariants of its last record."""
+    if faults:
+        return f"{faults} invariants of the request's state were broken, which is a bug in the plugin or in specdec"
+    return "the model's logits were not a distribution (NaN or infinite), check the checkpoint or try --dtype float32"
+
+
 def emitted_logprobs(tokens: tuple[int, ...], columns: Sequence[Any], count: int) -> tuple[TokenLogprobs, ...]:
     """Aligned with the emitted tokens: column j of the frame is the row that decided token j."""
     return tuple(

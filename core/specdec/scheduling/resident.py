@@ -49,7 +49,8 @@ class Resident:
 
     budget: most new tokens. context_bound: the context, not max_new_tokens, sets it. run: inputs and acknowledged output.
     extended: its rounds must be extended ones. host_decides: the host must read each of its rounds before the next, for its stop
-    strings or its grammar. plain: neither, and no log-probabilities. generated: tokens emitted, earlier output included.
+    strings or its grammar. plain: neither, and no log-probabilities. total: inputs before its first round. generated: tokens
+    emitted, earlier output included.
     consumed: inputs whose state the slot holds, as acknowledged. entered: the prompt is consumed, rounds may run. started: its
     first token was sampled. flights: its submitted and unacknowledged rounds. lost: a round of it was submitted and never
     acknowledged, so the slot's state is not known to be that of ``consumed``. matcher: looks for stop strings, None if there are
@@ -68,6 +69,7 @@ class Resident:
     extended: bool = field(init=False)
     host_decides: bool = field(init=False)
     plain: bool = field(init=False)
+    total: int = field(init=False)
     generated: int = field(init=False)
     consumed: int = 0
     entered: bool = False
@@ -83,6 +85,7 @@ class Resident:
 
     def __attrs_post_init__(self) -> None:
         self.extended = self.request.extended
+        self.total = len(self.run.tokens)
         self.generated = len(self.request.output)
         self.host_decides = bool(self.request.stop) or self.request.grammar is not None
         self.plain = not self.host_decides and self.request.logprobs is None

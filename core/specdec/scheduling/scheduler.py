@@ -23,7 +23,7 @@ from specdec.errors import CapacityError, UsageError
 from specdec.round.completion import Completion, Field, Finish
 from specdec.scheduling.admission import Admission
 from specdec.scheduling.device import FRAMES, Device, LanePlan, RoundPlan, RoundResult
-from specdec.scheduling.emissions import emitted_logprobs
+from specdec.scheduling.emissions import emitted_logprobs, fault_text
 from specdec.scheduling.policy import Outcome, Prospect, WidthPolicy
 from specdec.scheduling.resident import Resident
 from specdec.serving.metrics import LaneRecord, Metrics
@@ -344,6 +344,8 @@ class Scheduler:
             text, finish = _match(resident.matcher, tokens, finish)
         if self.device.publishes and finish is not Finish.FAULT:
             self._publish(resident, done, finish, flight, lane)
+        if finish is Finish.FAULT and error is None:
+            error = fault_text(done.faults)
         if finish is not Finish.NONE:
             self.admission.retire(resident)
         if resident.request.logprobs is not None:

@@ -172,14 +172,14 @@ class ModelDevice:
         """See ``Device.prefill``. The drafter absorbs every row whose next token is known."""
         model, start = self.model, resident.consumed
         where = torch.tensor([resident.slot], dtype=torch.int64).to(model.device)
-        tokens = torch.tensor(resident.request.inputs, dtype=torch.int64).to(model.device)
         scores = resident.scores = PromptScores.of(resident.request, resident.number, resident.scores)
-        chunk = tokens[start:end]
+        chunk = torch.tensor(resident.run.tokens[start:end], dtype=torch.int64).to(model.device)
         # read before the chunk overwrites it: with lag 1 the row before the chunk pairs with the chunk's first token
         tail = model.target.feedback(where)
         feedback = model.target.prefill(chunk, where, start)
         if scores is not None:
             # before the drafter runs, whose scratch may be where the chunk's hidden states are
+            tokens = torch.tensor(resident.run.tokens, dtype=torch.int64).to(model.device)
             scores.read(model.target, start, end, tokens)
         if model.drafter is not None:
             if not model.drafter.lag:

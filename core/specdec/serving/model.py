@@ -16,7 +16,7 @@ from specdec.catalog import RoundShape, batch_capacities
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.tokenizer import Tokenizer
 from specdec.declaration import Recipe
-from specdec.errors import CapacityError, CheckpointError, UsageError
+from specdec.errors import CheckpointError, UsageError
 from specdec.interfaces import Capacities, Drafter, Round, Target
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
@@ -286,14 +286,4 @@ class LoadedModel:
             return config.shapes()
         return tuple(
             RoundShape(batch=batch, draft_tokens=0, verify_width=1) for batch in batch_capacities(config.concurrency)
-        )
-
-    def round_for(self, lanes: int, width: int) -> tuple[int, Round]:
-        """Batch capacity and round for a number of live lanes; width one where the catalog lacks the wanted shape."""
-        for batch in batch_capacities(self.config.concurrency):
-            if batch >= lanes:
-                chosen = self.rounds.get((batch, width)) or self.rounds[(batch, 1)]
-                return batch, chosen
-        raise CapacityError(
-            f"{lanes} lanes do not fit: concurrency {self.config.concurrency} was prepared; prepare more or run fewer at once"
         )

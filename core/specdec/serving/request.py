@@ -181,7 +181,7 @@ class Emission(NamedTuple):
        begins; ``finish`` is then STOP, which the round's record does not know. A resumed request goes on with the text that its
        earlier output had not released, whether or not a cancellation gave it out.
 
-       error: why a request ended that could not be run on, one line, from engines that end it instead of raising; else None.
+       error: why a request ended that could not be run on, one line, with FAULT; else None.
     """
 
     request: int

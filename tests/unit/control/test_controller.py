@@ -80,16 +80,6 @@ def test_only_allowed_widths_are_considered() -> None:
             quiet().choose(1, lanes, allowed=allowed)
 
 
-def test_a_fixed_width_is_that_wherever_it_is_prepared() -> None:
-    controller = quiet(fixed=4)
-    assert controller.choose(1, outlooks([0.01] * 7)).width == 4
-    assert controller.choose(1, outlooks([0.01] * 7)).reason is Reason.FIXED
-    assert controller.choose(4, outlooks([0.9] * 7), allowed=(1, 2)).width == 1
-    assert controller.choose(1, outlooks([])).reason is Reason.ONLY
-    with pytest.raises(UsageError, match="prepared: 1, 2, 3, 4, 6, 8"):
-        WidthController(WIDTHS, fixed=5)
-
-
 @pytest.mark.parametrize("options", [{"margin": -0.1}, {"margin": 1.0}, {"share": -0.1}, {"share": 1.0}])
 def test_shares_out_of_range_are_refused(options: dict) -> None:
     with pytest.raises(UsageError, match="at least 0 and below 1"):

@@ -304,6 +304,15 @@ def test_the_iterators_raise_what_ended_the_request(prepared: Any) -> None:
         list(engine.submit(request(0)).tokens())
 
 
+def test_logits_that_are_no_law_are_an_error_of_the_request(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device finds it, and the caller is not left with a text that merely stops."""
+    model = prepared(concurrency=1)
+    bad = torch.full((1, model.target.vocab_size), torch.nan, dtype=torch.float64)
+    monkeypatch.setattr(model.target, "first_logits", lambda slots: bad.expand(len(slots), -1))
+    with Engine(model) as engine, pytest.raises(SpecdecError, match="the model's logits were not a distribution"):
+        list(engine.submit(request(0)).text())
+
+
 def test_requests_that_can_never_run_are_refused_at_once(prepared: Any) -> None:
     with Engine(prepared(concurrency=2, pages=1)) as engine:
         with pytest.raises(CapacityError, match="there are 1 in all"):
