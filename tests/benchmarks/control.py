@@ -43,11 +43,11 @@ def measure(lanes: int, rounds: int) -> dict[str, float]:
         times.append(time.perf_counter())
         decision = controller.choose(stretch.batch, outlooks)
         times.append(time.perf_counter())
-        width, emitted = decision.width, 0
+        width, emitted = decision.width, []
         for request, draw in zip(requests, draws):
             accepted = min(draw.accepted, width - 1)
             request.observe(width - 1, accepted)
-            emitted += 1 + accepted
+            emitted.append(1 + accepted)
         controller.observe(stretch.batch, width, stretch.cost(stretch.batch, width), emitted)
         times.append(time.perf_counter())
         for name, start, end in zip(STEPS, times, times[1:]):

@@ -201,7 +201,7 @@ class SimulatedRounds:
             one, of = queued.popleft()
             for request, draw, accepted in zip(of, one.draws, one.accepted, strict=True):
                 request.observe(one.width - 1, accepted, min(draw.copied, one.width - 1), draw.match_length)
-            controller.observe(one.stretch.batch, one.width, one.seconds, one.emitted)
+            controller.observe(one.stretch.batch, one.width, one.seconds, [1 + accepted for accepted in one.accepted])
             if on_round is not None:
                 on_round(one)
 

@@ -15,9 +15,11 @@ to differ. Its memory is long while outcomes are those expected, and is cut wher
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from itertools import accumulate
-from operator import mul
+from math import sqrt
+from operator import mul, sub
 
 from attrs import frozen
 
@@ -30,32 +32,39 @@ PRIOR = 0.7
 PRIOR_WEIGHT = 4.0
 #: Outcomes of all requests after which one weighs half: a few requests' worth, so that a new mix of work is followed.
 GLOBAL_HALF_LIFE = 512.0
-#: Outcomes that are counted together at most.
-MOST_NOTED = 64
+#: Outcomes are counted together, as of one age, when they are a sixteenth of those that count already, and at most so many.
+MOST_NOTED = 128
 #: Rounds of a request after which an outcome weighs half, as long as nothing surprises.
 LOCAL_HALF_LIFE = 64.0
 #: Rounds after which an outcome weighs half in what a request did recently: a dozen tell .9 from .5.
 RECENT_HALF_LIFE = 12.0
-#: Recent rejections so many standard deviations from those expected mean that the text has changed. A false alarm is cheap, the
-#: counts come back within some rounds. At 3 a change takes half as long again to be noticed; at 2 noise costs half a per cent.
-SURPRISE = 2.25
-#: Variance added to that of recent rejections, or a single one among certain drafts would already surprise.
+#: Text counts as changed when recent outcomes are so many times likelier with every prefix accepted as often as twice the prefix,
+#: or half of it, was: a cumulative sum test (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) in products. A false
+#: alarm is cheap, the counts come back within some rounds; at 30 noise costs a tenth of a per cent more.
+SURPRISE = 60.0
+#: Newest outcomes that keep their weight after a surprise, for it was they that surprised.
+LATEST = 4
+#: Outcome, at the average of all requests, that is added to what a request did recently, so that nothing seen changes no odds.
+LEAST_SEEN = 1.0
+#: Most that the odds of a request are taken to differ from those of all.
+MOST_ODDS = 1e4
+#: Variance added to that of recent rejections, or a single one among certain drafts would already set requests apart.
 LEAST_VARIANCE = 0.25
-#: What a request's counts weigh after a surprise.
+#: What a request's older counts weigh after a surprise.
 KEPT = 1 / 16
 #: Outcomes of its own that the global estimate weighs for a request: where requests differ, where they are alike, and after the
 #: request surprised.
 FEWEST_SHARED, MOST_SHARED, SHARED_AFTER_SURPRISE = 4.0, 32.0, 3.0
 #: Outcomes that recent rejections stand for, when the spread of requests is taken from them.
 RECENT_OUTCOMES = 10.0
-#: An estimate of this many outcomes changes little by one more; from here on it is made anew, and time passes, every few rounds
-#: only. With 64 lanes that is half of the host's time for a round.
-SETTLED_OUTCOMES, SETTLED_ROUNDS = 16, 4
+#: An estimate of n outcomes changes little by one more. It is made anew, and time passes, after half as many rounds, and after so
+#: many at the latest; with 64 lanes that is a quarter of the host's time for a round.
+SETTLED_ROUNDS = 8
 #: Weights grow instead of every count shrinking; from here they are brought back to 1, long before precision is lost.
 _GREATEST_WEIGHT = 1e9
 #: More halvings than this leave nothing of a count.
 _MOST_HALVINGS = 60.0
-#: Hazards below this are as good as none.
+#: Probabilities below this are as good as none.
 _LEAST_HAZARD = 1e-6
 #: Source of learned drafts; those of copies are the lengths of their matches.
 _LEARNED = 0
@@ -94,20 +103,17 @@ class _Counts:
         if rejected:
             self.rejected[end - 1] += weight
 
-    def judged(self) -> list[float]:
-        """Weight of judged drafts by depth, 0 … K − 1: of outcomes that end behind it and begin no deeper."""
-        changes = [end - start for end, start in zip(self.ends, self.starts)]
-        return list(accumulate(changes[:0:-1]))[::-1]
+    def judged(self) -> Iterator[float]:
+        """Weight of judged drafts by depth, 0 … K: of outcomes that begin no deeper and do not end before it."""
+        return accumulate(map(sub, self.starts, self.ends))
 
 
 @frozen
 class _Estimate:
-    """Of one source over all requests. hazards: h[0] … h[K − 1]; sums: of the first 0 … K of them. most: what takes the greatest
-    hazard to 1."""
+    """Of one source over all requests. hazards: h[0] … h[K − 1]; sums: of the first 0 … K of them."""
 
     hazards: list[float]
     sums: list[float]
-    most: float
 
 
 class AcceptanceHistory:
@@ -124,8 +130,10 @@ class AcceptanceHistory:
         self.drafts = drafts
         self._prior = 1.0 - prior
         self._counts: dict[int, _Counts] = {}
-        # outcomes of a round are noted one by one and counted together, as of one age, when an estimate is asked for
+        # outcomes that are not counted yet, how many more make them worth it, and how many are counted
         self._notes: defaultdict[_Outcome, int] = defaultdict(int)
+        self._missing = 1
+        self._counted = 0
         self._estimates: dict[int, _Estimate] = {}
         # what is judged by rounds without copies, by (verified, accepted); depths 0 … −1 where nothing was verified
         self._plain: dict[tuple[int, int], _Outcome] = {
@@ -163,13 +171,11 @@ class AcceptanceHistory:
             return ((source, 0, end, rejected),) if end else ()
         return (source, 0, copied, False), (_LEARNED, copied, end, rejected)
 
-    def note(self, outcome: _Outcome, square: float | None = None) -> None:
-        """Takes in depths of one source, as ``judged`` gives them. square: the request's recent rejections are its root of
-        standard deviations from what the global estimate expects; None for no request's."""
-        times = self._notes[outcome] = self._notes[outcome] + 1
-        if square is not None:
-            self._spread += _GLOBAL_RATE * (square - self._spread)
-        if times >= MOST_NOTED:
+    def note(self, outcome: _Outcome) -> None:
+        """Takes in depths of one source, as ``judged`` gives them; for an outcome of no request this is all."""
+        self._notes[outcome] += 1
+        self._missing -= 1
+        if not self._missing:
             self._count()
 
     def hazards(self, match_length: int | None = None) -> tuple[float, ...]:
@@ -183,18 +189,18 @@ class AcceptanceHistory:
         """
         return RequestSurvival(self).survival(drafts, copied, match_length)
 
+    def note_distance(self, square: float, outcomes: int) -> None:
+        """So many outcomes of a request later its recent rejections are the root of so many variances from what the estimate of
+        all requests expects."""
+        self._spread += min(outcomes * _GLOBAL_RATE, 1.0) * (square - self._spread)
+
     def estimate(self, source: int) -> _Estimate:
-        """Of a source, with all that was noted; the caller must not change it."""
-        if self._notes:
-            self._count()
+        """Of a source, with all but the newest outcomes; the caller must not change it."""
         found = self._estimates.get(source)
         if found is None:
             hazards = self._hazards(self._counts.get(source))
-            found = self._estimates[source] = _Estimate(
-                hazards=hazards,
-                sums=list(accumulate(hazards, initial=0.0)),
-                most=1.0 / max(max(hazards), _LEAST_HAZARD),
-            )
+            sums = list(accumulate(hazards, initial=0.0))
+            found = self._estimates[source] = _Estimate(hazards=hazards, sums=sums)
         return found
 
     def _count(self) -> None:
@@ -205,6 +211,8 @@ class AcceptanceHistory:
             counts.fade(2.0 ** (times / GLOBAL_HALF_LIFE))
             counts.add(first, end, rejected, times)
             self._estimates.pop(source, None)
+        self._counted += sum(self._notes.values())
+        self._missing = min(max(self._counted // 16, 1), MOST_NOTED)
         self._notes.clear()
         beyond = max(self._spread - 1.0, RECENT_OUTCOMES / MOST_SHARED)
         self.shared = max(FEWEST_SHARED, RECENT_OUTCOMES / beyond)
@@ -229,6 +237,8 @@ class RequestSurvival:
         # that of learned drafts, which every round without copies asks for; also in ``_own``
         self._learned: _Own | None = None
         self._turn = 0
+        #: What ``survival(K)`` gives, if nothing has to be estimated for it; read by callers for whom a call per lane is dear.
+        self.outlook: tuple[float, ...] | None = None
 
     def observe(self, verified: int, accepted: int, copied: int = 0, match_length: int | None = None) -> None:
         """Takes in one round's outcome, here and in the history; arguments and errors are those of ``AcceptanceHistory.observe``.
@@ -239,12 +249,15 @@ class RequestSurvival:
         plain = history._plain.get((verified, accepted))
         if copied or learned is None or plain is None:
             for outcome in history.judged(verified, accepted, copied, match_length):
-                source, first, end, rejected = outcome
-                history.note(outcome, self._of(source).add(turn, first, end, rejected))
+                self._of(outcome[0]).add(turn, outcome)
+                history.note(outcome)
         elif verified:
             # the same for rounds without copies, of which there are many
-            history.note(plain, learned.add(turn, 0, plain[2], plain[3]))
+            learned.add(turn, plain)
+            history.note(plain)
         self._turn = turn
+        if learned is not None and turn >= learned.due:
+            self.outlook = None
 
     def survival(self, drafts: int, copied: int = 0, match_length: int | None = None) -> tuple[float, ...]:
         """Probability that the first j drafts of the next round are all accepted, j = 1 … drafts, at most K.
@@ -255,6 +268,7 @@ class RequestSurvival:
             own = self._learned
             if own is None or self._turn >= own.due:
                 own = self._refreshed(_LEARNED)
+                self.outlook = own.survival
             return own.survival if drafts >= len(own.survival) else own.survival[:drafts]
         copies = self._refreshed(_copies(copied, match_length)).accepted
         learned = self._refreshed(_LEARNED).accepted
@@ -271,7 +285,7 @@ class RequestSurvival:
     def _refreshed(self, source: int) -> _Own:
         own = self._of(source)
         if self._turn >= own.due:
-            own.refresh(self._turn, self._history.estimate(source), self._history.shared)
+            own.refresh(self._turn, self._history, source)
         return own
 
 
@@ -284,14 +298,16 @@ class _Own:
         "common",
         "counts",
         "due",
-        "excess",
         "expected",
+        "fewer",
+        "fresh",
+        "judged",
+        "latest",
+        "more",
         "outcomes",
         "rejections",
-        "sums",
         "survival",
         "turn",
-        "variance",
     )
 
     def __init__(self, turn: int, common: _Estimate) -> None:
@@ -301,85 +317,130 @@ class _Own:
         # since the text last changed
         self.outcomes = 0
         self.alone = False
-        # what was expected of the round that is now judged: by the global estimate, and by the request's own; sums: rejections
-        # expected of the first 0 … K drafts
         self.common = common
-        self.accepted = [1.0 - hazard for hazard in common.hazards]
-        self.sums = common.sums
         self.survival: tuple[float, ...] = ()
-        # recent rejections, those that the global estimate expected, how many more there were than the own estimate expected,
-        # and the variance of that
-        self.rejections = self.expected = self.excess = self.variance = 0.0
+        self._estimate([1.0 - hazard for hazard in common.hazards])
+        # recent drafts that were judged, rejections of them, and those that the global estimate expected
+        self.judged = self.rejections = self.expected = 0.0
+        # outcomes since the last estimate
+        self.fresh = 0
+        # how many times likelier outcomes are with a change to more rejections, and to fewer, at the likeliest time for it
+        self.more = self.fewer = 1.0
+        self.latest: deque[_Outcome] = deque(maxlen=LATEST)
 
-    def add(self, turn: int, first: int, end: int, rejected: bool) -> float:
-        """Takes in an outcome. Returns the squared distance of recent rejections from what the global estimate expects."""
+    def add(self, turn: int, outcome: _Outcome) -> None:
+        """Takes in an outcome."""
         if turn >= self.turn + SETTLED_ROUNDS:
             self._pass(turn)
-        counts, drafts = self.counts, end - first
+        _, first, end, rejected = outcome
+        counts, sums = self.counts, self.common.sums
         # as _Counts.add does for one outcome
         weight = counts.weight
+        counts.starts[first] += weight
         counts.ends[end] += weight
-        if first:
-            counts.starts[first] += weight
         if rejected:
             counts.rejected[end - 1] += weight
         self.outcomes += 1
-        sums, own = self.common.sums, self.sums
-        expected = own[end] - own[first]
-        self.rejections += rejected
+        self.fresh += 1
+        self.latest.append(outcome)
+        self.judged += end - first
         self.expected += sums[end] - sums[first]
-        self.excess += rejected - expected
-        # as if these drafts had all been alike: no less than it is
-        self.variance += expected * (1.0 - expected / drafts)
-        variance = self.variance + LEAST_VARIANCE
-        if self.excess * self.excess > SURPRISE * SURPRISE * variance:
-            counts.fade(1 / KEPT)
-            self.excess = self.variance = 0.0
-            self.alone = True
-            self.outcomes, self.due = 0, turn
-        distance = self.rejections - self.expected
-        return distance * distance / variance
+        # acceptance a², or √a, instead of a: (1 − a²) / (1 − a) = 1 + a, (1 − √a) / (1 − a) = 1 / (1 + √a)
+        more, fewer = self.more, self.fewer
+        if rejected:
+            self.rejections += 1.0
+            end -= 1
+            rate = self.accepted[end]
+            more *= 1.0 + rate
+            fewer /= 1.0 + sqrt(rate)
+        if end:
+            passed = self.survival[end - 1]
+            if first:
+                passed /= self.survival[first - 1]
+            more *= passed
+            fewer /= sqrt(passed)
+        self.more = more if more > 1.0 else 1.0
+        self.fewer = fewer if fewer > 1.0 else 1.0
+        if more > SURPRISE or fewer > SURPRISE:
+            self._restart(turn)
 
-    def refresh(self, turn: int, common: _Estimate, shared: float) -> None:
-        """Estimates acceptance anew: counts shrunk to ``common``, and to a multiple of it, that of recent rejections, if the
-        request once surprised."""
-        self.due = turn + (1 if self.outcomes < SETTLED_OUTCOMES else SETTLED_ROUNDS)
+    def refresh(self, turn: int, history: AcceptanceHistory, source: int) -> None:
+        """Estimates acceptance anew: counts shrunk to those of all requests, and if the request once surprised, to what has its
+        odds of rejection as many times greater as the request's recently were."""
+        common = history.estimate(source)
+        if self.fresh:
+            # as if these drafts had all been alike: no less than it is
+            variance = self.expected * (1.0 - self.expected / self.judged) + LEAST_VARIANCE
+            history.note_distance((self.rejections - self.expected) ** 2 / variance, self.fresh)
+            self.fresh = 0
+        self.due = turn + min(max(self.outcomes // 2, 1), SETTLED_ROUNDS)
         if turn != self.turn:
             self._pass(turn)
         self.common = common
-        counts = self.counts
+        counts, hazards = self.counts, common.hazards
         if self.alone:
-            weight = SHARED_AFTER_SURPRISE * counts.weight
-            # one rejection on either side, so that nothing seen means one
-            prior = weight * min((self.rejections + 1.0) / (self.expected + 1.0), common.most)
+            weight, skew = SHARED_AFTER_SURPRISE * counts.weight, self._odds() - 1.0
+            hazards = [(hazard + skew * hazard) / (1.0 + skew * hazard) for hazard in hazards]
         else:
-            weight = prior = shared * counts.weight
-        self.accepted = [
-            1.0 - (rejected + prior * hazard) / (judged + weight)
-            for rejected, judged, hazard in zip(counts.rejected, counts.judged(), common.hazards)
-        ]
-        self.sums = list(accumulate([1.0 - rate for rate in self.accepted], initial=0.0))
-        self.survival = tuple(accumulate(self.accepted, mul))
+            weight = history.shared * counts.weight
+        self._estimate(
+            [
+                1.0 - (rejected + weight * hazard) / (judged + weight)
+                for rejected, judged, hazard in zip(counts.rejected, counts.judged(), hazards)
+            ]
+        )
+
+    def _estimate(self, accepted: list[float]) -> None:
+        """accepted: probability that draft d is accepted if those before it were, d = 0 … K − 1."""
+        self.accepted = accepted
+        self.survival = tuple(accumulate(accepted, mul))
+
+    def _odds(self) -> float:
+        """Odds of a recent rejection over what they are for all requests."""
+        if not self.judged:
+            return 1.0
+        common = min(max(self.expected / self.judged, _LEAST_HAZARD), 1.0 - _LEAST_HAZARD)
+        rejected = self.rejections + LEAST_SEEN * common
+        accepted = self.judged - self.rejections + LEAST_SEEN * (1.0 - common)
+        return min(max(rejected * (1.0 - common) / (accepted * common), 1.0 / MOST_ODDS), MOST_ODDS)
+
+    def _restart(self, turn: int) -> None:
+        """The text has changed: forgets nearly all but the outcomes that said so."""
+        counts, sums = self.counts, self.common.sums
+        counts.fade(1 / KEPT)
+        self.judged = self.rejections = self.expected = 0.0
+        for _, first, end, rejected in self.latest:
+            counts.add(first, end, rejected, 1)
+            self.judged += end - first
+            self.rejections += rejected
+            self.expected += sums[end] - sums[first]
+        self.more = self.fewer = 1.0
+        self.alone = True
+        self.outcomes, self.due = len(self.latest), turn
 
     def _pass(self, turn: int) -> None:
         """Lets the rounds since the last outcome pass."""
         passed = turn - self.turn
         self.turn = turn
-        if passed == 1:
-            fade, keep = _FADE, _KEEP
+        if passed < len(_PASSING):
+            fade, keep = _PASSING[passed]
         else:
-            fade = 2.0 ** min(passed / LOCAL_HALF_LIFE, _MOST_HALVINGS)
-            keep = 0.5 ** (passed / RECENT_HALF_LIFE)
+            fade, keep = _passing(passed)
         self.counts.fade(fade)
+        self.judged *= keep
         self.rejections *= keep
         self.expected *= keep
-        self.excess *= keep
-        self.variance *= keep
 
 
 _GLOBAL_RATE = math.log(2.0) / GLOBAL_HALF_LIFE
-#: What one round does to a request's counts and to what it did recently.
-_FADE, _KEEP = 2.0 ** (1 / LOCAL_HALF_LIFE), 0.5 ** (1 / RECENT_HALF_LIFE)
+
+
+def _passing(rounds: int) -> tuple[float, float]:
+    """What so many rounds do to a request's counts, and to what it did recently."""
+    return 2.0 ** min(rounds / LOCAL_HALF_LIFE, _MOST_HALVINGS), 0.5 ** (rounds / RECENT_HALF_LIFE)
+
+
+_PASSING = [_passing(rounds) for rounds in range(2 * SETTLED_ROUNDS)]
 
 
 def _copies(copied: int, match_length: int | None) -> int:

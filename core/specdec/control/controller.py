@@ -28,6 +28,8 @@ from specdec.errors import UsageError
 MARGIN = 0.01
 #: Rounds at width one after which drafting again is called a re-entry.
 PARKED = 32
+#: A probe is wider than it need be, and shows more, if what that is expected to lose is at most so much of what is put aside.
+WIDE = 1 / 16
 #: Rounds after which the cost of a width that is not in use is worth a probe.
 STALE = 512
 
@@ -103,8 +105,8 @@ class WidthController:
         #: Width in use by batch capacity, and the round that last ran a shape.
         self._held: dict[int, int] = {}
         self._ran: dict[tuple[int, int], int] = {}
-        #: The probe that was not charged yet: its shape, and seconds per token of the ordinary choice beside it.
-        self._pending: tuple[tuple[int, int], float] | None = None
+        #: The probe that was not charged yet: its shape, and the ordinary choice beside it.
+        self._pending: tuple[tuple[int, int], _Ordinary] | None = None
         self._parked = 0
 
     def choose(self, batch: int, lanes: Sequence[LaneOutlook], *, allowed: Sequence[int] | None = None) -> Decision:
@@ -139,20 +141,21 @@ class WidthController:
             turn=self._round,
         )
 
-    def observe(self, batch: int, width: int, seconds: float, emitted: int) -> None:
-        """Takes in one collected round: seconds of the whole of it, tokens of all its lanes.
+    def observe(self, batch: int, width: int, seconds: float, emitted: Sequence[int]) -> None:
+        """Takes in one collected round: seconds of the whole of it, tokens of each of its lanes.
 
         Raises UsageError for seconds that are not a number above 0.
         """
+        measured = not self.costs.known(batch, width)
         self.costs.observe(batch, width, seconds)
         self._round += 1
         self._ran[batch, width] = self._round
         self.budget.earn(seconds)
         if self._pending is not None and self._pending[0] == (batch, width):
             # by its usual cost: a slow round is no fault of the probe
-            self.budget.settle(self._round, self.costs.estimate(batch, width) - emitted * self._pending[1])
+            self.budget.settle(self._round, self._pending[1].loss(width, self.costs.estimate(batch, width), emitted))
             self._pending = None
-        else:
+        elif width == 1 or not measured:
             self._parked = self._parked + 1 if width == 1 else 0
 
     def _candidates(
@@ -196,19 +199,42 @@ class WidthController:
             return None
         tokens, seconds = candidates[width]
         price = seconds / tokens
-        found, most = None, math.inf
+        found, most, unknown = None, math.inf, False
         for other, (expected, cost) in candidates.items():
+            if unknown:
+                break  # the narrowest one that is not known bounds the cost of wider ones
+            unknown = not self.costs.known(batch, other)
             loss = cost - expected * price
             if other == width or loss > self.budget.most:
                 continue  # never to be afforded
             # what it would bring if every draft behind the ordinary width were accepted
             if other > width and (tokens + alive[width - 1] * (other - width)) * price > cost:
-                found, most = other, loss
-                break
-            if found is None and self._round - self._ran.get((batch, other), 0) > STALE:
+                if found is None or found < width or loss <= WIDE * self.budget.balance:
+                    found, most = other, loss
+            elif found is None and self._round - self._ran.get((batch, other), 0) > STALE:
                 found, most = other, loss
         if found is None or most > self.budget.balance:
             return None
         self.budget.start(self._round)
-        self._pending = (batch, found), price
+        self._pending = (batch, found), _Ordinary(width=width, tokens=tokens, seconds=seconds)
         return found
+
+
+@frozen(kw_only=True)
+class _Ordinary:
+    """What a round would have been without its probe: width, expected tokens and seconds."""
+
+    width: int
+    tokens: float
+    seconds: float
+
+    def loss(self, width: int, seconds: float, emitted: Sequence[int]) -> float:
+        """Seconds that a probe lost: what it cost beyond the ordinary round, less its further tokens at the ordinary price.
+
+        A wider round shows what the ordinary one would have emitted, so that luck at depths which both verify, and which would
+        have been the same, is charged to nobody. What a narrower one left unseen counts as expected.
+        """
+        if width > self.width:
+            further = sum(count - self.width for count in emitted if count > self.width)
+            return seconds - self.seconds - further * self.seconds / self.tokens
+        return seconds - sum(emitted) * self.seconds / self.tokens

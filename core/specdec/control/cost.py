@@ -16,6 +16,11 @@ from specdec.errors import UsageError
 WINDOW = 9
 #: Measurements after which a shape is known. Of two the lower counts: a first round may pay for what later ones find done.
 ENOUGH = 2
+#: Measurements after which it is known whatever they say.
+SURE = 4
+#: A shape measured fewer times is not believed to cost so many times more than one with no fewer rows, or than one with fewer in
+#: proportion to its rows: both of its first rounds were slow, and one believed to be dear would never be measured again.
+UNLIKELY = 1.5
 
 
 class RoundCosts:
@@ -40,8 +45,26 @@ class RoundCosts:
         if samples is None:
             samples = self._samples[shape] = deque(maxlen=WINDOW)
         samples.append(_positive(shape, seconds))
-        if len(samples) >= ENOUGH:
-            self._known[shape] = median_low(samples)
+        if len(samples) < ENOUGH:
+            return
+        cost = median_low(samples)
+        if len(samples) < SURE:
+            self._known.pop(shape, None)
+            if self._unlikely(shape, cost):
+                return
+            for other in [known for known in self._known if len(self._samples.get(known, ())) in range(1, SURE)]:
+                if _within(other, shape) and self._known[other] > UNLIKELY * cost:
+                    del self._known[other]
+        self._known[shape] = cost
+
+    def _unlikely(self, shape: tuple[int, int], cost: float) -> bool:
+        rows = math.prod(shape)
+        for other, known in self._known.items():
+            if _within(other, shape) and cost > UNLIKELY * known * rows / math.prod(other):
+                return True
+            if _within(shape, other) and cost > UNLIKELY * known:
+                return True
+        return False
 
     def estimate(self, batch: int, width: int) -> float:
         """Seconds of a round of this shape.
@@ -57,6 +80,11 @@ class RoundCosts:
         if floor:
             return max(floor)
         return min((cost for (b, w), cost in self._known.items() if b >= batch and w >= width), default=1.0)
+
+
+def _within(shape: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether a shape has neither more lanes nor more width than another."""
+    return shape[0] <= other[0] and shape[1] <= other[1]
 
 
 def _positive(shape: tuple[int, int], seconds: float) -> float:

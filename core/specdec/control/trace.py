@@ -105,7 +105,8 @@ def replay(rounds: Iterable[Mapping[str, Any]], controller: WidthController) -> 
             # rounds in flight when this one was chosen are observed after it
             while unseen and seen < one["turn"]:
                 past = unseen.pop(0)
-                controller.observe(past["batch"], past["width"], past["seconds"], past["emitted"])
+                emitted = [lane["emitted"] for lane in past["lanes"] if lane["emitted"] is not None]
+                controller.observe(past["batch"], past["width"], past["seconds"], emitted)
                 seen += 1
             lanes = [tuple(lane["survival"]) for lane in one["lanes"]]
             decision = controller.choose(one["batch"], lanes, allowed=one["allowed"] or None)

@@ -71,23 +71,24 @@ class AdaptiveWidth:
         outlooks = []
         for resident, ceiling, copy in lanes:
             request = resident.acceptance or self._begin(resident)
-            if copy is None:
-                outlooks.append(request.survival(ceiling))
-            else:
-                outlooks.append(request.survival(ceiling, len(copy.tokens), copy.match_length))
+            outlook = request.outlook
+            if outlook is None or copy is not None or ceiling != self.drafts:
+                if copy is None:
+                    outlook = request.survival(ceiling)
+                else:
+                    outlook = request.survival(ceiling, len(copy.tokens), copy.match_length)
+            outlooks.append(outlook)
         return self.controller.choose(batch, outlooks, allowed=widths)
 
     def observe(self, plan: RoundPlan, seconds: float, outcomes: Sequence[Outcome]) -> None:
         """See ``WidthPolicy.observe``."""
-        emitted = 0
         for lane, resident, done in outcomes:
-            emitted += done.emitted
             request = resident.acceptance or self._begin(resident)
             if lane.copies:
                 request.observe(done.verified, done.accepted, copied_drafts(lane, done), lane.match_length)
             else:
                 request.observe(done.verified, done.accepted)
-        self.controller.observe(plan.batch, plan.width, seconds, emitted)
+        self.controller.observe(plan.batch, plan.width, seconds, [done.emitted for _, _, done in outcomes])
 
     def _begin(self, resident: Resident) -> RequestSurvival:
         found = resident.acceptance = RequestSurvival(self.history)

@@ -68,14 +68,8 @@ def test_older_outcomes_weigh_half_after_the_half_life() -> None:
         history.observe(verified=1, accepted=1)
     weights = [0.5 ** (age / GLOBAL_HALF_LIFE) for age in range(int(GLOBAL_HALF_LIFE) + 1)]
     expected = (weights[-1] + PRIOR_WEIGHT * (1 - PRIOR)) / (sum(weights) + PRIOR_WEIGHT)
-    # up to 64 outcomes between two questions count as of the same age
+    # outcomes that are counted together count as of the same age
     assert history.hazards()[0] == pytest.approx(expected, rel=0.1)
-    asked = AcceptanceHistory(1)
-    asked.observe(verified=1, accepted=0)
-    for _ in range(int(GLOBAL_HALF_LIFE)):
-        asked.hazards()
-        asked.observe(verified=1, accepted=1)
-    assert asked.hazards()[0] == pytest.approx(expected)
 
 
 def test_finds_the_joint_survival_of_simulated_rounds() -> None:
@@ -220,18 +214,18 @@ def rounds_to_follow(before: float, after: float, seed: int) -> int:
     return 200
 
 
-@pytest.mark.parametrize(("before", "after", "least"), [(0.9, 0.1, 15), (0.1, 0.9, 15), (0.9, 0.4, 12), (0.4, 0.9, 12)])
+@pytest.mark.parametrize(("before", "after", "least"), [(0.9, 0.1, 58), (0.1, 0.9, 58), (0.9, 0.4, 52), (0.4, 0.9, 58)])
 def test_a_change_of_text_is_followed(before: float, after: float, least: int) -> None:
-    """Of fifteen requests so many within 32 rounds, half of them within 20."""
-    taken = sorted(rounds_to_follow(before, after, seed) for seed in range(15))
-    assert taken[7] <= 20
+    """Of sixty requests so many within 32 rounds, half of them within 15; twenty rounds near .4 are rare by themselves."""
+    taken = sorted(rounds_to_follow(before, after, seed) for seed in range(60))
+    assert taken[30] <= 15
     assert taken[least - 1] <= 32
 
 
 def test_without_surprise_a_change_is_followed_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: long memory alone."""
     monkeypatch.setattr(acceptance, "SURPRISE", 1e9)
-    assert sorted(rounds_to_follow(0.9, 0.1, seed) for seed in range(15))[7] > 32
+    assert sorted(rounds_to_follow(0.9, 0.1, seed) for seed in range(60))[30] > 24
 
 
 def test_rounds_without_drafts_let_old_outcomes_fade() -> None:

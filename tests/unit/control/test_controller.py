@@ -124,7 +124,7 @@ def test_unknown_costs_are_measured_from_narrow_to_wide() -> None:
         decision = controller.choose(1, outlooks([0.9, 0.3, 0.1]))
         chosen.append(decision.width)
         assert decision.probe == (decision.reason is Reason.MEASURE)
-        controller.observe(1, decision.width, (1.0, 1.05, 2.5, 3.0)[decision.width - 1], 1)
+        controller.observe(1, decision.width, (1.0, 1.05, 2.2, 3.0)[decision.width - 1], [1])
     assert chosen == [1, 1, 2, 2, 3, 3, 2, 2, 2, 2, 2, 2]
 
 
@@ -137,7 +137,7 @@ def test_probes_are_spaced_and_labelled() -> None:
             assert decision.reason is Reason.PROBE
             assert decision.width == 2
             turns.append(turn)
-        controller.observe(1, decision.width, controller.costs.estimate(1, decision.width), 1)
+        controller.observe(1, decision.width, controller.costs.estimate(1, decision.width), [1])
     gaps = [later - earlier for earlier, later in zip(turns, turns[1:])]
     assert len(turns) > 20
     assert min(gaps) >= GAP
@@ -150,7 +150,7 @@ def test_a_probe_that_pays_is_repeated_at_once() -> None:
     for _ in range(60):
         decision = controller.choose(1, outlooks([0.01] * 7))
         widths.append(decision.width)
-        controller.observe(1, decision.width, controller.costs.estimate(1, decision.width), decision.width)
+        controller.observe(1, decision.width, controller.costs.estimate(1, decision.width), [decision.width])
     first = widths.index(2)
     assert widths[first : first + 8] == [2] * 8
 
@@ -162,17 +162,17 @@ def test_a_width_that_cannot_win_is_not_probed() -> None:
     for _ in range(300):
         decision = controller.choose(4, outlooks(*[[0.5] * 7] * 4))
         assert (decision.width, decision.reason) == (1, Reason.BEST)
-        controller.observe(4, 1, 1.0, 4)
+        controller.observe(4, 1, 1.0, [1] * 4)
 
 
 def test_drafting_after_a_long_time_without_is_a_reentry() -> None:
     controller = quiet()
     for _ in range(PARKED):
         assert controller.choose(1, outlooks([0.01] * 7)).reason is Reason.BEST
-        controller.observe(1, 1, 1.0, 1)
+        controller.observe(1, 1, 1.0, [1])
     decision = controller.choose(1, outlooks([0.9] * 7))
     assert (decision.width, decision.reason) == (8, Reason.REENTRY)
-    controller.observe(1, 8, 1.7, 5)
+    controller.observe(1, 8, 1.7, [5])
     assert controller.choose(1, outlooks([0.9] * 7)).reason is Reason.BEST
 
 
@@ -188,7 +188,7 @@ def flips(controller: WidthController, jitter: float, rounds: int = 2000) -> int
         decision = controller.choose(1, lanes)
         for width in tokens:  # both are measured, as if other lanes ran them
             controller.costs.observe(1, width, costs[width] * (1 + jitter * chance.gauss(0, 1)))
-        controller.observe(1, decision.width, costs[decision.width] * (1 + jitter * chance.gauss(0, 1)), 3)
+        controller.observe(1, decision.width, costs[decision.width] * (1 + jitter * chance.gauss(0, 1)), [3])
         if not decision.probe:
             count += last is not None and decision.width != last
             last = decision.width
@@ -232,8 +232,8 @@ class Choosing(RuleBasedStateMachine):
         assert one.width in one.candidates
         self.open.append(one)
 
-    @rule(seconds=st.floats(0.001, 10.0), emitted=st.integers(0, 32))
-    def observe(self, seconds: float, emitted: int) -> None:
+    @rule(seconds=st.floats(0.001, 10.0), emitted=st.lists(st.integers(0, 8), max_size=4))
+    def observe(self, seconds: float, emitted: list[int]) -> None:
         if self.open:
             done = self.open.pop(0)
             for controller in self.pair:

@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import pytest
-from simulated_rounds import WIDTHS, Lane, Outcome, SimulatedRounds, Source, Stretch, true_rates
+from simulated_rounds import WIDTHS, Lane, Outcome, SimulatedRounds, Source, Stretch, survival, true_rates
 
 from specdec.control import controller as control
 from specdec.control.controller import Reason, WidthController
+from specdec.control.cost import ENOUGH
 
 ROUNDS = 2000
 SEEDS = (1, 2, 3)
@@ -184,14 +185,23 @@ def after_change(name: str, seed: int, **options: float) -> tuple[float, int]:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_abrupt_change_is_recovered_from_within_32_rounds(name: str) -> None:
-    found = [after_change(name, seed) for seed in range(10)]
+    found = [after_change(name, seed) for seed in range(40)]
     shares, rounds = [share for share, _ in found], sorted(first for _, first in found)
     print(
         f"{name}: {statistics.mean(shares):.3f} of the best after 32 rounds, least {min(shares):.3f}; first after {rounds}"
     )
     assert statistics.mean(shares) >= 0.97
-    # chance decides when a probe is paid for and what a few outcomes show
-    assert rounds[8] <= WITHIN
+    assert min(shares) >= 0.9
+    assert rounds[-1] <= WITHIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_recovery_on_many_seeds(name: str) -> None:
+    """Seeds that nothing was tuned on."""
+    rounds = sorted(after_change(name, seed)[1] for seed in range(1000, 1200))
+    print(f"{name}: half by round {rounds[100]}, last {rounds[-5:]}")
+    assert rounds[-1] <= WITHIN
 
 
 def reentry(seed: int, **options: float) -> Outcome:
@@ -219,10 +229,9 @@ def test_reentry_after_a_long_time_parked() -> None:
     assert Reason.REENTRY in reasons
 
 
-def test_without_exploration_parked_drafts_are_never_found_again() -> None:
-    """The control."""
-    for seed in range(5):
-        assert set(reentry(seed, share=0.0).widths[1000:]) == {1}
+def test_without_exploration_parked_drafts_are_seldom_found_again() -> None:
+    """The control: but by luck, when enough was forgotten just then."""
+    assert sum(set(reentry(seed, share=0.0).widths[1000:]) == {1} for seed in range(10)) >= 8
 
 
 def test_a_dearer_cost_is_noticed_where_the_width_is_used() -> None:
@@ -238,6 +247,18 @@ def test_a_dearer_cost_is_noticed_where_the_width_is_used() -> None:
 
 
 # --- constant ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", WIDTHS)
+def test_a_width_whose_first_rounds_were_slow_is_used_nevertheless(slow: int) -> None:
+    """Both that make a cost known: believed, it would never be measured again."""
+    cost, controller, widths = linear(0.04), WidthController(WIDTHS), list[int]()
+    for _ in range(100):
+        width = controller.choose(1, [survival(GOOD)]).width
+        factor = 5.0 if width == slow and widths.count(width) < ENOUGH else 1.0
+        widths.append(width)
+        controller.observe(1, width, factor * cost(1, width), [width])
+    assert widths[-20:] == [8] * 20
 
 
 @pytest.mark.parametrize("name", ["flat .9, one lane", "hopeless, one lane", "cliff at eight rows, two lanes"])
