@@ -13,7 +13,15 @@ from attrs import frozen
 
 from specdec.errors import UsageError
 
-__all__ = ["RoundShape", "batch_capacities", "checked_widths", "listed", "require_integer", "speculative_shapes"]
+__all__ = [
+    "RoundShape",
+    "batch_capacities",
+    "checked_widths",
+    "chunk_sizes",
+    "listed",
+    "require_integer",
+    "speculative_shapes",
+]
 
 
 def batch_capacities(concurrency: int) -> tuple[int, ...]:
@@ -24,6 +32,14 @@ def batch_capacities(concurrency: int) -> tuple[int, ...]:
     """
     require_integer("concurrency", concurrency, 1, None, "a batch has at least one lane")
     return tuple(1 << exponent for exponent in range((concurrency - 1).bit_length() + 1))
+
+
+def chunk_sizes(prefill_tokens: Iterable[int]) -> tuple[int, ...]:
+    """Rows of captured chunks, greatest first: those that were asked for, and the powers of two below the smallest of them."""
+    wanted = set(prefill_tokens)
+    return tuple(
+        sorted(wanted | {1 << bit for bit in range(min(wanted).bit_length()) if 1 << bit < min(wanted)}, reverse=True)
+    )
 
 
 @frozen(kw_only=True, order=True)

@@ -156,6 +156,12 @@ class Recipe:
         importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict) and the open ``Checkpoint``
         and returns its (target, drafter) inventories, where releases differ in what they store those of the form found; or
         ``None`` if every checkpoint of the recipe is like the real one. Must not import torch or read weights.
+    ``memory``
+        importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict, or ``None`` for the recipe's
+        own checkpoint), the open ``Checkpoint`` (or ``None``: stored as the recipe's), the ``Capacities``, and whether
+        kernels read experts as they are stored, and returns the :class:`~specdec.held.ModelMemory`: what target and drafter hold
+        once loaded; or ``None``, and then memory is neither planned nor checked before it is allocated. Must not import torch or
+        read weights.
     ``canonical_name``
         importable ``"module:function"`` that maps the name of a stored tensor to the one that the inventories declare, or
         ``None`` if exporters agree on names. Must not import torch.
@@ -188,6 +194,7 @@ class Recipe:
     embedded_checkpoint: str | None = field(default=None)
     profiles: str | None = field(default=None)
     inventories: str | None = field(default=None)
+    memory: str | None = field(default=None)
     canonical_name: str | None = field(default=None)
     unsupported_options: tuple[str, ...] = field(default=(), converter=as_tuple, validator=tuple_of(str, empty=True))
     sources: tuple[tuple[str, str], ...] = field(converter=_pairs)
@@ -260,6 +267,7 @@ class Recipe:
             raise DeclarationError(f"Recipe {self.name!r}: profiles must look like 'package:file', got {value!r}")
 
     @inventories.validator
+    @memory.validator
     @canonical_name.validator
     def _function_form(self, attribute: object, value: str | None) -> None:
         if value is not None and not _CALLABLE.fullmatch(value):

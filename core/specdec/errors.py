@@ -7,9 +7,11 @@ from enum import IntEnum
 
 __all__ = [
     "CapacityError",
+    "CaptureError",
     "CheckpointError",
     "DeclarationError",
     "DesynchronisationError",
+    "DeviceError",
     "ExitCode",
     "PluginError",
     "RecipeError",
@@ -30,6 +32,7 @@ class ExitCode(IntEnum):
     3     PLUGIN       the plugin that is needed could not be loaded, or failed while preparing
     4     CHECKPOINT   a checkpoint is missing, truncated, or does not match what the recipe declares
     5     CAPACITY     the request or the preparation does not fit into what was asked for or into memory
+    6     DEVICE       the machine lacks a device or a library that was asked for, or one does not work as it must
     130   INTERRUPTED  stopped from the keyboard
     ====  ===========  =========================================================================================
     """
@@ -40,6 +43,7 @@ class ExitCode(IntEnum):
     PLUGIN = 3
     CHECKPOINT = 4
     CAPACITY = 5
+    DEVICE = 6
     INTERRUPTED = 130
 
 
@@ -82,6 +86,18 @@ class CapacityError(SpecdecError):
     """Something does not fit; the message names needed and available amounts and the options that change them."""
 
     exit_code = ExitCode.CAPACITY
+
+
+class DeviceError(SpecdecError):
+    """A device or a library for it is missing, too old or does not work as it must; the message says what to install."""
+
+    exit_code = ExitCode.DEVICE
+
+
+class CaptureError(SpecdecError):
+    """A program cannot be captured as a CUDA graph, or a captured one is asked for what was not captured."""
+
+    exit_code = ExitCode.PLUGIN
 
 
 class DeclarationError(SpecdecError, ValueError):

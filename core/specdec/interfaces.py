@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specdec.round.allocation import PackedRows
+    from specdec.round.graphs import Program
     from specdec.state.requests import Lanes
     from specdec.state.store import StateStore
 
@@ -49,11 +50,11 @@ class Target(Protocol):
     store: StateStore
     vocab_size: int
 
-    def prefill(self, tokens: Tensor, slot: Tensor, start: int) -> Tensor:
+    def prefill(self, tokens: Tensor, slot: Tensor, start: int | Tensor) -> Tensor:
         """Consumes a prompt chunk of one request and commits all of it.
 
-        tokens: [T] int64; slot: [1] int64; start: N before the chunk. Returns the chunk's feedback rows [T, D]. Changes the
-        store. Any 1 ≤ T ≤ ``Capacities.prefill_rows`` at any start.
+        tokens: [T] int64; slot: [1] int64; start: N before the chunk, a number, or [1] int64 where the chunk is captured. Returns
+        the chunk's feedback rows [T, D]. Changes the store. Any 1 ≤ T ≤ ``Capacities.prefill_rows`` at any start.
         """
 
     def prefill_logits(self, rows: int, first: int = 0) -> Tensor:
@@ -138,11 +139,11 @@ class Drafter(Protocol):
     def lag(self) -> int:
         """0 or 1; see the class."""
 
-    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
+    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int | Tensor) -> None:
         """Absorbs prompt rows start … start+T−1 from real feedback and commits them: row i is made from h[i] and, with lag 1,
         the token x[i+1].
 
-        feedback: [T, D]; tokens: [T] int64 are x[start+lag … start+T−1+lag]; slot: [1].
+        feedback: [T, D]; tokens: [T] int64 are x[start+lag … start+T−1+lag]; slot: [1]; start as for ``Target.prefill``.
         """
 
     def propose(self, lanes: Lanes, draft_tokens: int, proposer: Proposer) -> Tensor | None:
@@ -184,6 +185,9 @@ class Drafter(Protocol):
 @runtime_checkable
 class Round(Protocol):
     """One captured or eager round of one shape."""
+
+    program: Program
+    """``run`` as ``submit`` runs it: eagerly until preparation captures it, then one CUDA graph for every prepared variant."""
 
     @property
     def boundary_state(self) -> Mapping[str, Mapping[str, Tensor]]:

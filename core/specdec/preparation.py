@@ -14,7 +14,10 @@ from specdec.declaration import Recipe
 from specdec.errors import UsageError
 from specdec.validators import as_tuple
 
-__all__ = ["PreparationConfig"]
+__all__ = ["SAMPLERS", "PreparationConfig"]
+
+#: Who may sample in a preparation's rounds.
+SAMPLERS = ("auto", "reference", "flashinfer")
 
 
 @frozen(kw_only=True)
@@ -47,6 +50,10 @@ class PreparationConfig:
     ``packed``
         whether rounds with drafts allocate target rows among their lanes, as recipes with forecasts do; then
         ``speculative_token_capacity`` bounds the rows, not the batch.
+    ``cuda_graphs``
+        whether rounds are captured as CUDA graphs, on devices that have them; without, each operator is launched by itself.
+    ``sampler``
+        who samples: ``auto`` (FlashInfer on CUDA devices where it works, else plain torch), ``reference`` or ``flashinfer``.
     ``mtp_only``
         leaves out ordinary operations without draft work.
     ``memory_bytes``, ``headroom_bytes``, ``snapshot_bytes``
@@ -69,6 +76,8 @@ class PreparationConfig:
     extended_sampling: bool = False
     grammar: bool = False
     packed: bool = False
+    cuda_graphs: bool = True
+    sampler: str = "auto"
     mtp_only: bool = False
     memory_bytes: int | None = None
     headroom_bytes: int = 0
@@ -101,6 +110,8 @@ class PreparationConfig:
             raise UsageError(
                 f"speculative_widths {listed(self.speculative_widths)} need the drafter; prepare width 1 alone without it"
             )
+        if self.sampler not in SAMPLERS:
+            raise UsageError(f"sampler is {self.sampler!r}; allowed: {', '.join(SAMPLERS)}")
         if self.mtp_only and not self.speculative:
             raise UsageError("mtp_only leaves nothing to prepare when speculation is off; drop one of the two options")
         if self.memory_bytes is not None:
@@ -125,6 +136,8 @@ class PreparationConfig:
         fixed_width: int | None = None,
         extended_sampling: bool = False,
         grammar: bool = False,
+        cuda_graphs: bool = True,
+        sampler: str = "auto",
         mtp_only: bool = False,
         memory_bytes: int | None = None,
         headroom_bytes: int = 0,
@@ -182,6 +195,8 @@ class PreparationConfig:
             fixed_width=fixed_width,
             extended_sampling=extended_sampling,
             grammar=grammar,
+            cuda_graphs=cuda_graphs,
+            sampler=sampler,
             packed=speculative and recipe.confidence_width > 0,
             mtp_only=mtp_only,
             memory_bytes=memory_bytes,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
+import sampling_oracle as oracle
 import torch
 from admission import admit_while_improving
 from markov import MarkovModel, random_table
@@ -262,28 +263,23 @@ def test_records_say_what_was_offered_and_what_was_verified(model: MarkovModel) 
 @torch.inference_mode()
 @pytest.mark.parametrize(("ceilings", "rows"), [([0, 0, 0, 0], 0), ([5, 5, 5, 5], 4)], ids=["no ceiling", "no room"])
 def test_a_round_that_may_verify_nothing_emits_one_token(model: MarkovModel, ceilings: list[int], rows: int) -> None:
-    """Pending tokens alone: the emitted tokens are those of rounds of width one, and forecasts are published."""
-    emitted = []
-    for allocates in (True, False):
-        for slot in range(4):
-            model.admit(slot, [slot], output=[slot], budget=30, seed=slot)
-        if allocates:
-            round_: ChainRound = build(model, 5, lanes=4, rows=rows)
-        else:
-            shape = RoundShape(batch=4, draft_tokens=0, verify_width=1)
-            round_ = ChainRound(target=model.target, drafter=None, shape=shape, arena=model.arena, max_draft_tokens=7)
-        tokens: list[list[int]] = []
-        for number in range(4):
-            round_.submit(list(range(4)), ceilings, number)
-            done = records(model, number, range(4))
-            assert all((record.verified, record.accepted, record.emitted) == (0, 0, 1) for record in done)
-            tokens += [list(record.tokens) for record in done]
-            if allocates:
-                assert [record.offered for record in done] == ceilings
-                forecasts = model.arena.read_forecasts(number % 2, list(range(4)))
-                assert all(0 < value < 1 for row in forecasts for value in row[:5])
-        emitted.append(tokens)
-    assert emitted[0] == emitted[1]
+    """Pending tokens alone: each emitted token is drawn from the target's row with the last word of five rejected drafts, and
+    forecasts are published."""
+    for slot in range(4):
+        model.admit(slot, [slot], output=[slot], budget=30, seed=slot)
+    round_, pending = build(model, 5, lanes=4, rows=rows), [0, 1, 2, 3]
+    for number in range(4):
+        round_.submit(list(range(4)), ceilings, number)
+        done = records(model, number, range(4))
+        assert all((record.verified, record.accepted, record.emitted) == (0, 0, 1) for record in done)
+        assert [record.offered for record in done] == ceilings
+        forecasts = model.arena.read_forecasts(number % 2, list(range(4)))
+        assert all(0 < value < 1 for row in forecasts for value in row[:5])
+        for slot, record in enumerate(done):
+            law = model.target.table[pending[slot]].softmax(-1).float().numpy()
+            # one consumed token before the first round, one more after each
+            assert list(record.tokens) == [oracle.draw(law, oracle.draws(slot, 9 * (1 + number), 7)[6])]
+        pending = [record.tokens[0] for record in done]
 
 
 @torch.inference_mode()

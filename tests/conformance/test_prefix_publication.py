@@ -26,8 +26,9 @@ from specdec.errors import CapacityError, UsageError
 from specdec.round.completion import Finish
 from specdec.sampling.params import SamplingParams
 from specdec.serving.generate import Generator
-from specdec.serving.prefixes import page_bytes, prefix_cache, snapshot_bytes
+from specdec.serving.prefixes import prefix_cache
 from specdec.serving.request import Request
+from specdec.snapshot_sizes import page_bytes, snapshot_bytes
 
 
 @pytest.fixture(scope="module")

@@ -298,7 +298,9 @@ class Overwriting(WrappedDrafter):
         super().__init__(inner)
         self.rows = rows
 
-    def prefill(self, feedback: torch.Tensor, tokens: torch.Tensor, slot: torch.Tensor, start: int) -> None:
+    def prefill(
+        self, feedback: torch.Tensor, tokens: torch.Tensor, slot: torch.Tensor, start: int | torch.Tensor
+    ) -> None:
         """Leaves nothing of what it was given."""
         super().prefill(feedback, tokens, slot, start)
         for buffer in (feedback, self.rows()):

@@ -24,6 +24,7 @@ from specdec.interfaces import Proposer
 from specdec.round.allocated import AllocatedRound
 from specdec.round.proposer import ChainProposer
 from specdec.round.transaction import ChainRound
+from specdec.sampling.sampler import RoundWords
 from specdec.state.requests import SEED, Lanes
 
 VOCAB = 7
@@ -48,10 +49,10 @@ Outcome = tuple[str, tuple[int, ...]]
 class OneLaneDraws(AllocatedRound):
     """Many lanes that draw as a round of one lane does: Gumbel noise depends on seed and position, not on neighbours."""
 
-    def proposer(self, lanes: Lanes, uniforms: torch.Tensor) -> ChainProposer:
+    def proposer(self, lanes: Lanes, words: RoundWords) -> ChainProposer:
         shape, self.shape = self.shape, evolve(self.shape, batch=1, packed_rows=0)
         try:
-            return super().proposer(lanes, uniforms)
+            return super().proposer(lanes, words)
         finally:
             self.shape = shape
 

@@ -13,7 +13,7 @@ from markov import MarkovModel, random_table
 from options_bench import PROMPTS, Bench
 from round_driver import Driver
 
-from specdec.sampling import philox
+from specdec.sampling import philox, sampler
 
 VOCAB = 9
 WORDS = 7 + 2
@@ -50,7 +50,7 @@ def test_ranges_of_a_long_random_schedule_never_overlap(monkeypatch: pytest.Monk
         drawn.append(Drawn(seeds=seed[0].tolist(), target=target, draft=draft, count=count))
         return words(seed, offset, count, *rest)
 
-    monkeypatch.setattr(philox, "philox_words", recording)
+    monkeypatch.setattr(sampler, "philox_words", recording)
     generator = torch.Generator().manual_seed(schedule)
 
     def pick(low: int, high: int) -> int:

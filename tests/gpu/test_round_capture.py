@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from captured_rounds import CASES, CapturedRun, Case, captured, folders
+from gpu_results import record
 
 from specdec.declaration import StateKind
 
@@ -24,14 +23,6 @@ BUDGET = 8 * ROUNDS + 8
 
 
 folders = pytest.fixture(folders, scope="module")
-
-
-def record(**row: object) -> None:
-    """Appends one raw result line to the file named by SPECDEC_RESULTS, if any."""
-    path = os.environ.get("SPECDEC_RESULTS")
-    if path:
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 @torch.inference_mode()
@@ -74,9 +65,6 @@ def test_replayed_rounds_equal_eager_rounds(folders: dict[str, Path], case: Case
         test="round_capture",
         recipe=case.recipe,
         round=type(ours.round).__name__,
-        device=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        source=os.environ.get("SPECDEC_COMMIT", "unknown"),
         dtype=dtype,
         batch=case.batch,
         width=case.drafts + 1,

@@ -34,6 +34,12 @@ DECLARATION = [
     "context_fields",
     "tensor_names",
     "hash_tables",
+    "interfaces",
+    "held",
+    "snapshot_sizes",
+    "memory",
+    "memory_plan",
+    "memory_remedies",
 ]
 #: Modules of a plugin that are imported while plugins are discovered.
 DISCOVERED = ["__init__", "plugin", "recipe", "geometry", "inventory", "state"]

@@ -11,7 +11,7 @@ from small_checkpoint import END_OF_TEXT, byte_tokenizer
 
 from specdec.checkpoint.writer import write_checkpoint
 from specdec.testing.conformance import Conformance
-from specdec_deepseek_v41.geometry import TINY
+from specdec_deepseek_v41.geometry import TINY, Geometry
 
 #: Seven layers with every feature: both ratios with a layer that reads an earlier source's rows, an index source beside the KV
 #: sources, Engram before and inside the compressed layers. Few token ids, so that a random drafter is right sometimes and laws
@@ -49,6 +49,13 @@ def write_serving_checkpoint(directory: Path) -> Path:
     return directory
 
 
+def write_conformance_checkpoint(directory: Path, geometry: Geometry = GEOMETRY) -> Path:
+    """Random weights that the suite runs on."""
+    tensors = random_tensors(SEED, geometry)
+    name = f"mtp.{geometry.num_stages - 1}.confidence_head.proj.weight"
+    return write_checkpoint(directory, {**tensors, name: tensors[name] * CONFIDENCE}, config(geometry))
+
+
 class DeepseekFacts(Conformance):
     """Facts of the recipe; the checkpoint is the shipped one."""
 
@@ -62,8 +69,4 @@ class DeepseekConformance(DeepseekFacts):
 
     @classmethod
     def checkpoint(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        tensors = random_tensors(SEED, GEOMETRY)
-        name = f"mtp.{GEOMETRY.num_stages - 1}.confidence_head.proj.weight"
-        return write_checkpoint(
-            tmp_path_factory.mktemp("deepseek"), {**tensors, name: tensors[name] * CONFIDENCE}, config(GEOMETRY)
-        )
+        return write_conformance_checkpoint(tmp_path_factory.mktemp("deepseek"))

@@ -14,7 +14,7 @@ from attrs import frozen
 from qwen_conformance import QwenConformance
 
 from specdec.errors import SpecdecError
-from specdec.testing.conformance import Bench, RoundConformance
+from specdec.testing.conformance import Bench, Conformance, RoundConformance
 
 #: Breaks a bench, or the core for as long as the patch lasts.
 Breaking = Callable[[Bench, pytest.MonkeyPatch], None]
@@ -91,10 +91,12 @@ class Run:
         method(self.suite(), **fixtures, **case)
 
 
-def broken_suite(breaks: Breaking | None, patch: pytest.MonkeyPatch) -> type[RoundConformance]:
+def broken_suite(
+    breaks: Breaking | None, patch: pytest.MonkeyPatch, facts: type[Conformance] = QwenConformance
+) -> type[RoundConformance]:
     """The suite on Qwen with every bench broken."""
 
-    class Broken(QwenConformance, RoundConformance):
+    class Broken(facts, RoundConformance):  # type: ignore[misc, valid-type]
         @classmethod
         def prepared(cls, bench: Bench) -> Bench:
             if breaks is not None:
@@ -105,10 +107,12 @@ def broken_suite(breaks: Breaking | None, patch: pytest.MonkeyPatch) -> type[Rou
 
 
 @torch.inference_mode()
-def caught(mutant: Mutant, folder: Path, patch: pytest.MonkeyPatch) -> BaseException | None:
+def caught(
+    mutant: Mutant, folder: Path, patch: pytest.MonkeyPatch, facts: type[Conformance] = QwenConformance
+) -> BaseException | None:
     """What the named test raises first over all of its cases; None if the fault passes unnoticed."""
     torch.set_num_threads(1)
-    run = Run(broken_suite(mutant.breaks, patch), folder)
+    run = Run(broken_suite(mutant.breaks, patch, facts), folder)
     for case in run.cases(mutant.test):
         try:
             run.call(mutant.test, case)

@@ -16,12 +16,20 @@ from torch import Tensor
 from specdec.checkpoint.matrices import PROJECTIONS, ExpertProjection, ExpertTensors, decode_experts
 from specdec.checkpoint.nvfp4 import quantise_activation
 from specdec.errors import CheckpointError
-from specdec.ops.moe import Activation, DenseMixture, GatheredMixture, Mixture, Route, SharedExpert
+from specdec.held import DENSE_LIMIT_BYTES
+from specdec.ops.block_quantisation import fp8_ue8m0
+from specdec.ops.moe import (
+    Activation,
+    DenseMixture,
+    GatheredMixture,
+    Mixture,
+    Route,
+    SharedExpert,
+    StoredExperts,
+    has_kernel,
+)
 from specdec.ops.norms import accumulate_dtype
-
-# Below this many weight bytes in the activation dtype every expert is evaluated: two products over a few MiB cost less than
-# gathering weights per row. Chosen by size so that the form never depends on the number of rows.
-DENSE_LIMIT_BYTES = 8 << 20
+from specdec.ops.select import uses_cuda
 
 
 def build_mixture(
@@ -56,7 +64,10 @@ def build_mixture(
     scales = _common_scales(experts, device) if quantised_activations else None
     # packed weights in half precision: the per-matrix scale belongs after the float32 product, which the gathered form keeps
     rounded = experts.storage == "nvfp4" and dtype.itemsize < 4
-    if size <= DENSE_LIMIT_BYTES and not rounded and (scales is not None or not quantised_activations):
+    # kernels read the experts as they are stored, whatever their size
+    known = has_kernel(route, activation, router, shared) and quantise in (None, fp8_ue8m0)
+    fits = size <= DENSE_LIMIT_BYTES and not (known and uses_cuda("mixture", shared.gate))
+    if fits and not rounded and (scales is not None or not quantised_activations):
         dense = {name: tensor.to(device) for name, tensor in experts.dense(dtype).items()}
         return DenseMixture.from_experts(
             router=router,
@@ -73,8 +84,11 @@ def build_mixture(
     precise = accumulate_dtype(dtype)
     gate, up, down = (_GatheredProjection.load(experts[name], precise, device) for name in PROJECTIONS)
     quantise_input = quantise_inner = None if quantise is None else (lambda activation, ids: quantise(activation))
+    common = None
     if quantised_activations:
-        quantise_input, quantise_inner = _input_quantiser(gate, up), _input_quantiser(down)
+        # projections that share an input use the larger of their scales, as fused loaders do
+        common = _largest_scale([gate.stored, up.stored]), _largest_scale([down.stored])
+        quantise_input, quantise_inner = map(_input_quantiser, common)
     return GatheredMixture(
         router=router,
         fetch=lambda ids: (gate(ids), up(ids), down(ids)),
@@ -84,6 +98,27 @@ def build_mixture(
         quantise_input=quantise_input,
         quantise_inner=quantise_inner,
         weigh_first=weigh_first,
+        stored=_stored(gate, up, down, common, quantise is not None) if known else None,
+    )
+
+
+def _stored(
+    gate: _GatheredProjection,
+    up: _GatheredProjection,
+    down: _GatheredProjection,
+    scales: tuple[Tensor, Tensor] | None,
+    rounded: bool,
+) -> StoredExperts:
+    """The experts as kernels read them. scales: those under which inputs are quantised; rounded: under powers of two."""
+    scale = (None, None) if scales is None else scales
+    return StoredExperts(
+        format=gate.stored.storage,
+        gate=gate.stored,
+        up=up.stored,
+        down=down.stored,
+        quantise="nvfp4" if scales is not None else "fp8_ue8m0" if rounded else "none",
+        input_scale=scale[0],
+        inner_scale=scale[1],
     )
 
 
@@ -126,7 +161,7 @@ def _common_scales(experts: ExpertTensors, device: torch.device) -> tuple[Tensor
         scale = _largest_scale([experts[name] for name in names])
         if not bool((scale == scale[0]).all()):
             return None
-        found.append(scale[0].to(device))
+        found.append(scale[0].clone().to(device))
     return found[0], found[1]
 
 
@@ -142,9 +177,8 @@ def _quantiser(scale: Tensor) -> Callable[[Tensor], Tensor]:
     return quantise
 
 
-def _input_quantiser(*projections: _GatheredProjection) -> Callable[[Tensor, Tensor], Tensor]:
-    """Quantises a projection's input; projections that share an input use the larger of their scales, as fused loaders do."""
-    scales = _largest_scale([projection.stored for projection in projections])
+def _input_quantiser(scales: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Quantises a projection's input under the scale [E] of its expert."""
 
     def quantise(activation: Tensor, ids: Tensor) -> Tensor:
         return quantise_activation(activation, scales.index_select(0, ids)).to(activation.dtype)

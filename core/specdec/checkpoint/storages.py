@@ -26,6 +26,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specdec.errors import CheckpointError
+from specdec.held import PLAIN_EXPERTS, ExpertForm
 
 if TYPE_CHECKING:
     from specdec.checkpoint.header import StoredTensor
@@ -39,6 +40,7 @@ __all__ = [
     "CODED_SCALE",
     "PLAIN",
     "coded_scale_shape",
+    "expert_form",
     "holds_values_of",
     "is_companion",
     "sibling_scale",
@@ -115,6 +117,25 @@ def storage_of(checkpoint: Checkpoint, name: str, *, companions: str | None = No
         f"{weight.path}: tensor {name}: no known storage is {weight.dtype} {list(shape)} with companions: {listed or 'none'}; "
         f"known: {_KNOWN}"
     )
+
+
+def expert_form(checkpoint: Checkpoint, prefix: str) -> ExpertForm | None:
+    """How ``specdec.checkpoint.matrices.load_experts`` keeps the experts stored under ``prefix``; None if none are.
+
+    The first expert speaks for all. Reads headers only. Raises CheckpointError if its storage is unknown.
+    """
+    fused = f"{prefix}.gate_up_proj"
+    if fused in checkpoint:
+        return ExpertForm(storage="plain", dtype=checkpoint.stored(fused).dtype)
+    names = [name for name in (f"{prefix}.0.gate_proj.weight", f"{prefix}.0.w1.weight") if name in checkpoint]
+    if not names:
+        return None
+    storage = storage_of(checkpoint, names[0])
+    if storage == "plain":
+        return ExpertForm(storage=storage, dtype=checkpoint.stored(names[0]).dtype)
+    if storage == "nvfp4":
+        return ExpertForm(storage=storage, input_scale=f"{names[0].removesuffix('weight')}input_scale" in checkpoint)
+    return ExpertForm(storage=storage) if storage == "mxfp4" else PLAIN_EXPERTS
 
 
 def sibling_scale(name: str) -> str:

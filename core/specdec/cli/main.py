@@ -27,6 +27,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("specdec.cli.demo", "generate with and without drafts and compare both"),
     "calibrate": ("specdec.cli.calibrate", "fit a drafter's acceptance forecasts to what happens"),
     "simulate": ("specdec.cli.simulate", "compare width policies on a simulated device, without a model"),
+    "bench": ("specdec.cli.bench", "measure every round shape: replay, engine, overhead, phases"),
+    "plan": ("specdec.cli.plan", "what a preparation would hold, byte by byte, without weights or a device"),
+    "qualify": ("specdec.cli.qualify", "compare what a GPU samples with the CPU reference"),
     "inspect": ("specdec.cli.inspect", "compare a checkpoint folder with a recipe, without reading weights"),
 }
 
@@ -104,11 +107,21 @@ def _dispatch(arguments: list[str]) -> int:
     module.add_parser(subparsers)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        options = re.findall(r"--[a-z][a-z0-9-]*", subparsers.choices[command].format_usage())
+        asked = _innermost(subparsers.choices[command], arguments[1:])
+        options = re.findall(r"--[a-z][a-z0-9-]*", asked.format_usage())
         close = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise UsageError(f"unknown argument {unknown[0]!r}; {hint}see 'specdec {command} --help'")
+        raise UsageError(f"unknown argument {unknown[0]!r}; {hint}see '{asked.prog} --help'")
     return int(module.run(args))
+
+
+def _innermost(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the last command among the words, where commands have commands of their own."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            chosen = next((word for word in words if word in action.choices), None)
+            return parser if chosen is None else _innermost(action.choices[chosen], words)
+    return parser
 
 
 def _suggestion(command: str) -> str:

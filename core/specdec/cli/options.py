@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.cli.output import say
 from specdec.cli.refusals import option, spelled
 from specdec.errors import UsageError
 
@@ -179,17 +180,19 @@ def preparation(
     speculative: bool,
     draft_tokens: int | None = None,
     adaptive: bool = False,
+    concurrency: int = 1,
 ) -> PreparationConfig:
-    """What the options ask to prepare for one request at a time; the context is the caller's to set where none was given.
+    """What the options ask to prepare; the context is the caller's to set where none was given.
 
     speculative: whether the drafter is prepared. draft_tokens: None takes the recipe's default. adaptive: whether the drafts of
-    each round are chosen or always the most.
+    each round are chosen or always the most. concurrency: requests at once.
     Loads nothing. Raises UsageError if an option is out of range for the recipe or contradicts another.
     """
     from specdec.preparation import PreparationConfig
 
     for name, value, minimum, maximum in (
-        ("--max-new-tokens", args.max_new_tokens, 1, None),
+        ("--max-new-tokens", getattr(args, "max_new_tokens", None), 1, None),
+        ("--concurrency", concurrency, 1, None),
         ("--context", args.context, 2, None),
         ("--threads", args.threads, 1, MAX_THREADS),
     ):
@@ -198,7 +201,7 @@ def preparation(
             raise UsageError(f"{name} is {value}; allowed: {allowed}")
     return PreparationConfig.for_recipe(
         recipe,
-        concurrency=1,
+        concurrency=concurrency,
         speculative=speculative,
         max_draft_tokens=draft_tokens,
         speculative_token_capacity=args.speculative_token_capacity,
@@ -277,7 +280,12 @@ def prepared_model(args: argparse.Namespace, recipe: Recipe, config: Preparation
 
     # One thread unless asked: the operators of a small model are shorter than handing them to a pool.
     torch.set_num_threads(args.threads or 1)
-    return LoadedModel.prepare(recipe, config, directory=args.checkpoint, device=_device(args.device), dtype=args.dtype)
+    model = LoadedModel.prepare(
+        recipe, config, directory=args.checkpoint, device=_device(args.device), dtype=args.dtype
+    )
+    for note in model.notes:
+        say(f"specdec: {note}")
+    return model
 
 
 def _device(name: str) -> str:

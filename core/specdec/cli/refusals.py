@@ -14,7 +14,7 @@ from specdec.errors import CapacityError, UsageError
 __all__ = ["names_options", "option", "spelled"]
 
 #: Arguments that are no options, or whose name a message gives to something that several options may hold.
-_NO_OPTIONS = frozenset({"command", "recipe", "prompt"})
+_NO_OPTIONS = frozenset({"command", "benchmark", "recipe", "prompt"})
 _QUOTED = r"(?<!\w)'[^']*'|(?<!\w)\"[^\"]*\""
 #: A Python value with its option beside it.
 _BOTH = re.compile(r"\b\w+=True \((--[a-z-]+)\)")

@@ -77,7 +77,7 @@ class RecursiveDrafter(ABC, Generic[Plan]):
 
     # --- Drafter protocol --------------------------------------------------------------------------------------------
 
-    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
+    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int | Tensor) -> None:
         """See ``Drafter.prefill``."""
         rows = tokens.shape[0]
         positions = (self._steps[:rows] + start).unsqueeze(0)

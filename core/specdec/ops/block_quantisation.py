@@ -18,6 +18,8 @@ programs: no synchronisation, no data-dependent shape; they allocate their resul
 import torch
 from torch import Tensor
 
+from specdec.ops.select import uses_cuda
+
 __all__ = [
     "E2M1_MAX",
     "E4M3_MAX",
@@ -80,10 +82,13 @@ def power_of_two_scale(largest: Tensor, limit: float) -> Tensor:
     return (bits & (_EXPONENT[largest.dtype] << mantissa)).view(largest.dtype)
 
 
-def _blocks(values: Tensor, size: int) -> Tensor:
-    """[..., n / size, size] in the accumulate dtype."""
+def _check(values: Tensor, size: int) -> None:
     if values.shape[-1] % size:
         raise ValueError(f"block quantisation: last axis {values.shape[-1]} is not a multiple of {size}")
+
+
+def _blocks(values: Tensor, size: int) -> Tensor:
+    """[..., n / size, size] in the accumulate dtype."""
     return values.to(torch.promote_types(values.dtype, torch.float32)).unflatten(-1, (-1, size))
 
 
@@ -97,6 +102,11 @@ def fp8_ue8m0(values: Tensor) -> Tensor:
     Raises:
         ValueError: if n is not a multiple of 32.
     """
+    _check(values, _BLOCK)
+    if uses_cuda("fp8_ue8m0", values):
+        from specdec.ops.cuda.block_quantisation import fp8_ue8m0 as fast
+
+        return fast(values)
     blocks = _blocks(values, _BLOCK)
     scale = power_of_two_scale(_largest(blocks, _SMALLEST_FP8), E4M3_MAX)
     return (round_e4m3(blocks / scale) * scale).flatten(-2).to(values.dtype)
@@ -108,6 +118,11 @@ def fp4_ue8m0(values: Tensor) -> Tensor:
     Raises:
         ValueError: if n is not a multiple of 32.
     """
+    _check(values, _BLOCK)
+    if uses_cuda("fp4_ue8m0", values):
+        from specdec.ops.cuda.block_quantisation import fp4_ue8m0 as fast
+
+        return fast(values)
     blocks = _blocks(values, _BLOCK)
     scale = power_of_two_scale(_largest(blocks, _SMALLEST_FP4), E2M1_MAX)
     return (round_e2m1(blocks / scale) * scale).flatten(-2).to(values.dtype)
@@ -119,6 +134,11 @@ def fp4_e4m3(values: Tensor) -> Tensor:
     Raises:
         ValueError: if n is not a multiple of 16.
     """
+    _check(values, _BLOCK_E4M3)
+    if uses_cuda("fp4_e4m3", values):
+        from specdec.ops.cuda.block_quantisation import fp4_e4m3 as fast
+
+        return fast(values)
     blocks = _blocks(values, _BLOCK_E4M3)
     largest = _largest(blocks, _SMALLEST_FP4_E4M3)
     # Divided by a tensor: a number would become a product with its reciprocal on CUDA.

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.select import uses_cuda
+
 # Rows per chunk: the decays between two rows of a chunk differ by channel, so a chunk of C rows costs C² · key numbers.
 CHUNK = 16
 # Chunks whose inner part is computed at once, which bounds that memory whatever the prompt's length.
@@ -30,6 +32,10 @@ def channel_delta_rule_rows(
     [B, T, H, key, value]. Each row uses operators of the same shape whatever T is, so a row's result does not depend on the
     width of its round.
     """
+    if state.dtype is torch.float32 and uses_cuda("channel_delta_rule_rows", state, q, k, v, log_decay, beta):
+        from specdec.ops.cuda.channel_delta_rule import channel_delta_rule_rows as fast
+
+        return fast(state, q, k, v, log_decay, beta)
     batch, rows, heads, width = v.shape
     dim = state.shape[-2]
     lanes = batch * heads

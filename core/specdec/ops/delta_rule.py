@@ -14,24 +14,34 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from specdec.ops.select import uses_cuda
+
 
 @frozen(kw_only=True, eq=False)
 class DeltaRows:
     """Outcome of T rows. outputs: [B, T, Hk, G·v]; corrections: δ of every row, [B, T, Hk, G·v]; states: the state after each
-    row, T tensors [B, Hk, G·v, d]."""
+    row, T tensors [B, Hk, G·v, d], or none where they were not asked for."""
 
     outputs: Tensor
     corrections: Tensor
     states: list[Tensor]
 
 
-def delta_rule_rows(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
+def delta_rule_rows(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, keep_states: bool = True
+) -> DeltaRows:
     """Runs T rows one after the other.
 
     state: [B, Hk, G·v, d]; q, k: [B, T, Hk, d], normalised and scaled; v: [B, T, Hk, G·v]; decay, beta: [B, T, Hk, G]; results
-    are in the dtype of ``state``, which is not changed. Each row uses operators of the same shape whatever T is, so a row's
-    result does not depend on the width of its round.
+    are in the dtype of ``state``, which is not changed. keep_states: False where corrections are recorded instead, which saves
+    writing T matrices. Each row uses operators of the same shape whatever T is, so a row's result does not depend on the width
+    of its round.
     """
+    if state.dtype is torch.float32 and uses_cuda("delta_rule_rows", state, q, k, v, decay, beta):
+        from specdec.ops.cuda.delta_rule import delta_rule_rows as fast
+
+        found = fast(state, q, k, v, decay, beta, keep_states=keep_states)
+        return DeltaRows(outputs=found[0], corrections=found[1], states=found[2])
     batch, rows, heads, width = v.shape
     group = decay.shape[-1]
     dim = state.shape[-1]
@@ -50,7 +60,8 @@ def delta_rule_rows(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tenso
         current = torch.addcmul(current, correction, key.transpose(1, 2))
         outputs.append(torch.bmm(current, query))
         corrections.append(correction)
-        states.append(current.view(batch, heads, width, dim))
+        if keep_states:
+            states.append(current.view(batch, heads, width, dim))
     return DeltaRows(
         outputs=torch.stack(outputs, dim=1).view(batch, heads, rows, width).transpose(1, 2),
         corrections=torch.stack(corrections, dim=1).view(batch, heads, rows, width).transpose(1, 2),
@@ -67,6 +78,10 @@ def delta_rule_replay(
     taken: [B] int64. Returns [L, B, Hk, G·v, d]; does not change its inputs. The two products and the sum are those of
     ``delta_rule_rows``, so the result equals the state that it had, bit for bit.
     """
+    if state.dtype is torch.float32 and uses_cuda("delta_rule_replay", state, corrections, keys, decays):
+        from specdec.ops.cuda.delta_rule import delta_rule_replay as fast
+
+        return fast(state, corrections, keys, decays, taken, rows)
     layers, batch, heads, width, dim = state.shape
     group = decays.shape[-1]
     lanes = layers * batch * heads

@@ -19,7 +19,11 @@ import torch.nn.functional as F
 from attrs import evolve, frozen
 from torch import Tensor
 
+from specdec.ops.select import uses_cuda
 from specdec.state.store import StateStore
+
+# Groups of a context among which a kernel finds the best by comparing all pairs; a sort is better for more.
+_MOST_RANKED = 8192
 
 
 @frozen(kw_only=True, eq=False)
@@ -191,6 +195,20 @@ class RowPlan:
         ids = torch.sort(known, dim=-1, descending=True, stable=True).indices[..., : self.budget]
         return Chosen(ids=ids, counted=ids < complete)
 
+    def choose_scored(
+        self, q: Tensor, weights: Tensor | None, name: str, layer: int, *, factor: float
+    ) -> Chosen | None:
+        """``choose`` on scores that kernels compute, or None where the caller's program has to do it.
+
+        Score of group z: factor · Σ_h w_h · relu(q_h · key_z). q: [B, T, heads, D]; weights: [B·T, heads], or None for ones;
+        ``name``: paged group field [D].
+        """
+        if self.causal.shape[-1] > self.ratio * _MOST_RANKED or not uses_cuda("choose_groups", q):
+            return None
+        from specdec.ops.cuda.group_choice import choose_groups
+
+        return choose_groups(q, weights, self.store.paged(name, layer), self, factor=factor)
+
     def visible(self, chosen: Chosen) -> Tensor:
         """Which positions each row attends to, [B, T, tokens] bool: tokens of the chosen groups, and the open tail."""
         tokens = self.causal.shape[-1]
@@ -211,6 +229,21 @@ class RowPlan:
         counts = torch.cat([chosen.counted.repeat_interleave(self.ratio, dim=-1), open_rows], dim=-1)
         entries = self.store.entries(self.slots, tokens.flatten(1), valid=counts.flatten(1))
         return entries, counts.flatten(0, 1)
+
+    def attend(
+        self, q: Tensor, name: str, layer: int, chosen: Chosen | None, *, scale: float, shared: bool = False
+    ) -> Tensor | None:
+        """The attention of these rows by a kernel that finds the entries itself, or None where the caller's program has to do it.
+
+        To the tokens of the chosen groups and the open tail, or up to the row's own token if nothing is chosen. q: [B, T, heads,
+        D]; ``name``: paged token field [2, kv heads, D], keys and values, or [D], both for all heads, if ``shared``. Returns [B,
+        T, heads, D] in the dtype of q.
+        """
+        if not uses_cuda("grouped_attention", q):
+            return None
+        from specdec.ops.cuda.gather_attention import attend_groups
+
+        return attend_groups(q, self.store.paged(name, layer), self, chosen, scale=scale, shared=shared)
 
     def _tail(self) -> Tensor:
         """First position of each row's open tail, [B, T]."""

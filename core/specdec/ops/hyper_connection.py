@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
+from specdec.ops.select import uses_cuda
+
 
 @frozen(kw_only=True, eq=False)
 class HyperConnection:
@@ -55,6 +57,11 @@ class HyperConnection:
     def mixes(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """streams: [T, S, H] → read weights [T, S], write weights [T, S] and mixing matrix [T, S, S] (from stream, to stream) in
         the accumulate dtype. Does not change the streams."""
+        if uses_cuda("mixes", streams, self.fn, self.base):
+            from specdec.ops.cuda.hyper_connection import mixes as fast
+
+            eps = {"hc_eps": self.hc_eps, "rms_eps": self.rms_eps}
+            return fast(streams, self.fn, self.base, iterations=self.iterations, **eps)
         count = self.streams
         flat = streams.to(self.fn.dtype).flatten(1)
         root = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.rms_eps)
@@ -84,6 +91,10 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
     Returns [T, H] in the dtype of streams, computed in that of ``pre`` and rounded once. Does not change its inputs.
     """
+    if uses_cuda("collapse", streams, pre):
+        from specdec.ops.cuda.hyper_connection import collapse as fast
+
+        return fast(streams, pre)
     return torch.bmm(pre.unsqueeze(1), streams.to(pre.dtype)).squeeze(1).to(streams.dtype)
 
 
@@ -92,6 +103,10 @@ def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
     Returns [T, S, H] in the dtype of streams, computed in that of ``post`` and rounded once. Does not change its inputs.
     """
+    if uses_cuda("expand", streams, y, post, comb):
+        from specdec.ops.cuda.hyper_connection import expand as fast
+
+        return fast(streams, y, post, comb)
     wide = streams.to(post.dtype)
     written = post.unsqueeze(-1) * y.to(post.dtype).unsqueeze(1)
     return torch.baddbmm(written, comb.transpose(1, 2), wide).to(streams.dtype)

@@ -10,7 +10,8 @@ Two forms of the same sum, chosen once at preparation and used at every width:
 
 * *dense*: every expert is evaluated and unselected ones get weight zero. Two matrix products; best while all experts
   together are small (a small checkpoint on a CPU).
-* *gathered*: the selected experts' weights are gathered per row and, if stored packed, dequantised after the gather.
+* *gathered*: the selected experts' weights are gathered per row and, if stored packed, dequantised after the gather. On a CUDA
+  device two kernels do all of it without a copy of any weight (``specdec.ops.cuda.moe``).
 
 Activation quantisation (W4A4) is a property of the expert weights handed in: ``quantise`` maps a projection's input to its
 quantised-dequantised value, or is None (W4A16, plain weights). Down projections are linear, so w_e may multiply their result or
@@ -20,13 +21,17 @@ what they read; the two differ in rounding only, and ``weigh_first`` is the latt
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
+from specdec.ops.block_quantisation import fp8_ue8m0
 from specdec.ops.norms import accumulate_dtype
+from specdec.ops.select import uses_cuda
 
 Fetch = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 Quantise = Callable[[Tensor, Tensor], Tensor]
@@ -35,6 +40,12 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 # gate and up of one shape → what down reads
 Activation = Callable[[Tensor, Tensor], Tensor]
 
+# Of ``BiasedRouter``: non-negative scores of the logits. Above 40 a softplus equals its argument in float64; torch's default of
+# 20 leaves 2e-9.
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: torch.sqrt(F.softplus(logits, threshold=40.0)),
+}
 # Keeps the weights of a row finite when all its selected scores underflow; the constant of the reference classes.
 _SMALLEST_SUM = 1e-20
 
@@ -47,6 +58,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """silu(min(gate, limit)) ∘ clamp(up, ±limit), any shape: the gate is bounded from above only, before the silu."""
     return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+
+
+def activation_limit(activation: Activation) -> float | None:
+    """Bound of a ``clamped_swiglu`` (a ``partial`` with ``limit``), infinity for ``swiglu``, None for any other function."""
+    if activation is swiglu:
+        return float("inf")
+    if isinstance(activation, partial) and activation.func is clamped_swiglu and set(activation.keywords) == {"limit"}:
+        return float(activation.keywords["limit"])
+    return None
 
 
 def route_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -74,6 +94,60 @@ def route_biased(scores: Tensor, bias: Tensor, *, top_k: int, scale: float) -> t
 
 
 @frozen(kw_only=True, eq=False)
+class SoftmaxRouter:
+    """``route_softmax`` as a value: logits [T, E] → ids [T, k] int64 and weights [T, k]."""
+
+    top_k: int
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return route_softmax(logits, self.top_k)
+
+
+@frozen(kw_only=True, eq=False)
+class BiasedRouter:
+    """``route_biased`` on scores of the logits. score: ``sigmoid`` or ``sqrt_softplus``; bias: [E] in the accumulate dtype."""
+
+    score: str
+    bias: Tensor
+    top_k: int
+    scale: float
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits: [T, E] in the accumulate dtype → ids [T, k] int64 and weights [T, k]; ties take the lower id."""
+        return route_biased(_SCORES[self.score](logits), self.bias, top_k=self.top_k, scale=self.scale)
+
+
+class StoredProjection(Protocol):
+    """One projection of all experts as ``specdec.checkpoint.matrices.ExpertProjection`` keeps it."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor | None: ...
+    @property
+    def scale_2(self) -> Tensor | None: ...
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+
+
+@frozen(kw_only=True, eq=False)
+class StoredExperts:
+    """The routed experts as they are stored, for kernels that decode on the way.
+
+    format: ``plain``, ``nvfp4`` or ``mxfp4``. quantise: what the projections read is ``none`` (as it is), ``nvfp4`` under
+    input_scale (gate and up) and inner_scale (down), float32 [E], or ``fp8_ue8m0``.
+    """
+
+    format: str
+    gate: StoredProjection
+    up: StoredProjection
+    down: StoredProjection
+    quantise: str = "none"
+    input_scale: Tensor | None = None
+    inner_scale: Tensor | None = None
+
+
+@frozen(kw_only=True, eq=False)
 class SharedExpert:
     """The expert every row visits. gate, up: [Is, H]; down: [H, Is]; gate_weight: [1, H], or None for a factor of one; all in
     the activation dtype. quantise: acts on what gate, up and down read, or is None."""
@@ -87,6 +161,17 @@ class SharedExpert:
     def read(self, x: Tensor) -> Tensor:
         """What a projection reads of x."""
         return x if self.quantise is None else self.quantise(x)
+
+
+def has_kernel(route: Route, activation: Activation, router: Tensor, shared: SharedExpert) -> bool:
+    """Whether kernels know everything about a block but its experts. Host side, reads no values."""
+    return (
+        isinstance(route, SoftmaxRouter | BiasedRouter)
+        and activation_limit(activation) is not None
+        and shared.quantise in (None, fp8_ue8m0)
+        and router.is_contiguous()
+        and all(weight.stride(-1) == 1 for weight in (shared.gate, shared.up, shared.down))
+    )
 
 
 @frozen(kw_only=True, eq=False)
@@ -180,7 +265,8 @@ class GatheredMixture:
 
     router: [E, H], its product is computed in its own dtype; fetch(ids [n] int64) → gate [n, I, H], up [n, I, H],
     down [n, H, I] in the accumulate dtype; quantise_input / quantise_inner: (activation [n, ·], ids [n]) → activation, or None;
-    weigh_first: weigh what the down projections read, before ``quantise_inner``.
+    weigh_first: weigh what the down projections read, before ``quantise_inner``. stored: the experts that ``fetch`` reads and how
+    their inputs are quantised, if kernels know all of it; None otherwise.
     """
 
     router: Tensor
@@ -191,9 +277,14 @@ class GatheredMixture:
     quantise_input: Quantise | None = None
     quantise_inner: Quantise | None = None
     weigh_first: bool = False
+    stored: StoredExperts | None = None
 
     def __call__(self, m: Tensor) -> Tensor:
         """m: [T, H] → [T, H] in the same dtype. Does not change m; experts accumulate in float32 or wider."""
+        if self.stored is not None and uses_cuda("mixture", m, self.router, self.shared.gate):
+            from specdec.ops.cuda.moe import mixture
+
+            return mixture(self, m)
         rows, hidden = m.shape
         ids, weights = self.route(F.linear(m.to(self.router.dtype), self.router))
         flat, top_k = ids.reshape(-1), ids.shape[1]

@@ -1,4 +1,7 @@
-"""Rotary position embedding, half-split pairing (dimension j with j + rotated/2), on the first rotated dimensions.
+"""Rotary position embedding in two pairings.
+
+``apply_rope``: half-split (dimension j with j + rotated/2), on the first rotated dimensions. ``rotate_pairs``: adjacent
+dimensions as complex numbers, on the last ones.
 
 Source of the formula: Su et al., "RoFormer" (arXiv:2104.09864). Text positions only: the three axes of a multi-axis rope
 carry the same position, so the interleaving of axes has no effect.
@@ -9,6 +12,8 @@ from __future__ import annotations
 import torch
 from attrs import field, frozen
 from torch import Tensor
+
+from specdec.ops.select import uses_cuda
 
 
 @frozen(kw_only=True, eq=False)
@@ -49,8 +54,30 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: [..., n]; cos, sin: broadcastable to [..., rotated], from ``RopeTable.at``.
     """
+    if uses_cuda("apply_rope", x, cos, sin):
+        from specdec.ops.cuda.rope import apply_rope as fast
+
+        return fast(x, cos, sin)
     rotated = cos.shape[-1]
     head, tail = x[..., :rotated], x[..., rotated:]
     # sin carries the sign: dimension j receives -x[j + half] and j + half receives +x[j]
     turned = head * cos + torch.roll(head, rotated // 2, dims=-1) * sin
     return torch.cat([turned, tail], dim=-1)
+
+
+def rotate_pairs(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotates the trailing dimensions of x in place and returns it: x is a projection's result, which nobody else reads.
+
+    x: [..., n] with adjacent elements in the last axis; turns: complex, broadcastable to [..., rotated / 2]. Arithmetic in the
+    accumulate dtype, rounded once.
+    """
+    if turns.dtype is torch.complex64 and uses_cuda("rotate_pairs", x):
+        from specdec.ops.cuda.rope import rotate_pairs as fast
+
+        return fast(x, turns)
+    tail = x[..., x.shape[-1] - 2 * turns.shape[-1] :]
+    wide = tail.to(turns.real.dtype)  # tail itself unless x is half precision
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(turns)
+    if wide.dtype != x.dtype:
+        tail.copy_(torch.view_as_real(pairs).flatten(-2))
+    return x

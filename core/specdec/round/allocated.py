@@ -23,6 +23,7 @@ from specdec.round.proposer import ChainProposer
 from specdec.round.temperature_proposers import BoundedProposer, GumbelProposer
 from specdec.round.transaction import ChainRound
 from specdec.sampling.gumbel import draft_noise
+from specdec.sampling.sampler import RoundWords
 from specdec.state.requests import SEED, Lanes
 
 
@@ -65,9 +66,9 @@ class AllocatedRound(ChainRound):
             torch.tensor(list(temperatures or ()), dtype=torch.float32, device=arena.device) if scaled else None
         )
 
-    def proposer(self, lanes: Lanes, uniforms: Tensor) -> ChainProposer:
+    def proposer(self, lanes: Lanes, words: RoundWords) -> ChainProposer:
         """See ``ChainRound.proposer``. One lane draws from the whole vocabulary, several from a bounded part of it."""
-        common = super().proposer(lanes, uniforms)
+        common = super().proposer(lanes, words)
         if self.shape.batch > 1:
             return BoundedProposer(**asdict(common, recurse=False))
         noise = draft_noise(

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from specdec.round.completion import METADATA_FIELDS
 from specdec.round.forecasts import ForecastFrames
+from specdec.round.phases import PhaseMarks
+from specdec.round.transfers import FrameTransfers
 from specdec.sampling.logprobs import LogprobColumn, LogprobFrames
 from specdec.sampling.masks import MaskFrames
+from specdec.sampling.sampler import ReferenceSampler, Sampler
 from specdec.state.requests import Lanes, RequestTable
 
 
@@ -18,8 +21,9 @@ class Arena:
     frames: [2 · (R + 1), 16 + W_max] int64, see ``completion``. extended: also hold what penalties, logit bias, minimum length
     and log-probabilities need, over ``vocab_size`` ids; ``logprobs`` is None without. confidence_width: forecasts per lane that
     rounds publish; ``forecasts`` is None for 0. grammar: also hold masks over ``vocab_size`` ids for every row of a verification;
-    ``masks`` is None without. ``scratch`` returns a view of storage that rounds of the same model reuse: whatever must survive
-    the round belongs to a state store, a frame or the request table.
+    ``masks`` is None without. sampler: who samples, see ``sampler_for``; None is the reference. ``scratch`` returns a view of
+    storage that rounds of the same model reuse: whatever must survive the round belongs to a state store, a frame or the request
+    table.
     """
 
     def __init__(
@@ -33,12 +37,14 @@ class Arena:
         vocab_size: int = 0,
         confidence_width: int = 0,
         grammar: bool = False,
+        sampler: Sampler | None = None,
     ) -> None:
         if (extended or grammar) and vocab_size < 1:
             raise ValueError("an arena with extended sampling options or grammar masks needs the vocabulary size")
         self.slots = slots
         self.max_draft_tokens = max_draft_tokens
         self.device = device
+        self.sampler: Sampler = ReferenceSampler() if sampler is None else sampler
         self.requests = RequestTable(
             slots=slots, stop_ids=stop_ids, device=device, extended=extended, vocab_size=vocab_size
         )
@@ -59,6 +65,12 @@ class Arena:
             (2 * (slots + 1), METADATA_FIELDS + max_draft_tokens + 1), -1, dtype=torch.int64, device=device
         )
         self._scratch: dict[str, Tensor] = {}
+        #: Where rounds leave marks for a benchmark; None leaves none.
+        self.phases: PhaseMarks | None = None
+        logprobs = () if self.logprobs is None else self.logprobs.buffers
+        forecasts = () if self.forecasts is None else (self.forecasts.values,)
+        #: How completion, log-probability and forecast frames reach the host while further rounds are queued.
+        self.transfers = FrameTransfers((self.frames, *forecasts, *logprobs), device)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A view [*shape] of the named scratch buffer, which grows to the largest shape asked for at preparation.
@@ -89,20 +101,25 @@ class Arena:
             tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
 
     def read_frame(self, frame: int, slots: list[int]) -> list[list[int]]:
-        """Records of the given slots as Python integers. Synchronises with the device; called between rounds only."""
-        rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64).to(self.device)
-        return self.frames.index_select(0, rows).cpu().tolist()
+        """Records of the given slots as Python integers. Waits for the frame's transfer if its round was one of ``transfers``,
+        else for the device; called between rounds only."""
+        copies = self.transfers.host(frame)
+        source = self.frames if copies is None else copies[0]
+        rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64).to(source.device)
+        return source.index_select(0, rows).tolist()
 
     def read_logprobs(self, frame: int, slots: list[int]) -> list[list[LogprobColumn]]:
         """Log-probabilities that extended rounds left beside the records of a frame. As ``read_frame``; read it before the next
         round but one. Raises ValueError if the arena holds none."""
         if self.logprobs is None:
             raise ValueError("log-probabilities need an arena with extended=True")
-        return self.logprobs.read(frame, slots)
+        copies = self.transfers.host(frame)
+        return self.logprobs.read(frame, slots, None if copies is None else copies[-3:])
 
     def read_forecasts(self, frame: int, slots: list[int]) -> list[list[float]]:
         """Forecasts [K] that a round left beside the records of a frame. As ``read_frame``. Raises ValueError if the arena holds
         none."""
         if self.forecasts is None:
             raise ValueError("forecasts need an arena with confidence_width above 0")
-        return self.forecasts.read(frame, slots)
+        copies = self.transfers.host(frame)
+        return self.forecasts.read(frame, slots, None if copies is None else copies[1])

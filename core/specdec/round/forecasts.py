@@ -20,7 +20,9 @@ class ForecastFrames:
         padded = torch.nn.functional.pad(forecasts, (0, missing), value=torch.nan) if missing else forecasts
         self.values.index_copy_(0, rows, padded)
 
-    def read(self, frame: int, slots: list[int]) -> list[list[float]]:
-        """Forecasts of each slot. Synchronises with the device; called between rounds only."""
+    def read(self, frame: int, slots: list[int], values: Tensor | None = None) -> list[list[float]]:
+        """Forecasts of each slot. values: the host's copy of the buffer; None reads the buffer itself and synchronises with the
+        device. Called between rounds only."""
         rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64)
-        return self.values.index_select(0, rows.to(self.values.device)).tolist()
+        source = self.values if values is None else values
+        return source.index_select(0, rows.to(source.device)).tolist()

@@ -7,8 +7,9 @@ from attrs import frozen
 from torch import Tensor
 
 from specdec.round.copies import Copies
-from specdec.sampling.chain import sample
-from specdec.sampling.law import LawParams, law
+from specdec.sampling.law import LawParams
+from specdec.sampling.philox import DRAFT_DOMAIN
+from specdec.sampling.sampler import RoundWords, Sampler
 
 
 @frozen(kw_only=True, eq=False)
@@ -19,7 +20,8 @@ class ChainProposer:
     """
 
     params: LawParams
-    uniforms: Tensor
+    sampler: Sampler
+    words: RoundWords
     tokens: Tensor
     probs: Tensor
     vocab_size: int
@@ -36,11 +38,11 @@ class ChainProposer:
 
     def law(self, logits: Tensor) -> Tensor:
         """What drafts are drawn from, [B, at least V] float32; rows without mass are NaN. logits: [B, at least V]."""
-        return law(logits, self.params, self.vocab_size)
+        return self.sampler.law(logits, self.params, self.vocab_size)
 
     def choose(self, depth: int, logits: Tensor, probs: Tensor) -> Tensor:
         """Tokens [B] int64 drawn from ``probs``, the law of ``logits`` with NaN as 0; −1 for a row without mass."""
-        return sample(probs, self.uniforms[:, depth])
+        return self.sampler.draw(probs, self.words, DRAFT_DOMAIN, depth)
 
     def place(self, depth: int, tokens: Tensor) -> Tensor:
         """See ``Proposer.place``. An id that is no token has no mass: it will be rejected, and the correction is the target's."""

@@ -75,7 +75,7 @@ class RowTarget(ABC):
 
     # --- Target protocol -------------------------------------------------------------------------------------------
 
-    def prefill(self, tokens: Tensor, slot: Tensor, start: int) -> Tensor:
+    def prefill(self, tokens: Tensor, slot: Tensor, start: int | Tensor) -> Tensor:
         """See ``Target.prefill``. Raises ValueError for a chunk of more rows than were prepared."""
         rows = tokens.shape[0]
         if rows > self._steps.shape[0]:

@@ -26,7 +26,7 @@ def _rows(logits: Tensor, vocab_size: int) -> Tensor:
 
 @frozen(kw_only=True, eq=False)
 class GumbelProposer(ChainProposer):
-    """Draws from the full softmax. noise: [B, K, V] float32, see ``draft_noise``; ``uniforms`` is not read."""
+    """Draws from the full softmax. noise: [B, K, V] float32, see ``draft_noise``; ``words`` is not read."""
 
     noise: Tensor
 
@@ -63,8 +63,10 @@ class BoundedProposer(ChainProposer):
         rows = _rows(logits, self.vocab_size)
         descending, order = rows.sort(dim=-1, descending=True, stable=True)
         best, ids = descending[:, : self.bound], order[:, : self.bound]
-        e = ((best - best[:, :1]) / self.params.temperature.unsqueeze(1)).exp().to(torch.float32)
-        # NaN sorts first and must not look healthy; 0 · NaN is NaN, and so is 0 · inf
+        # the greatest by itself: where NaN sorts to differs, and it must not look healthy
+        greatest = rows.amax(-1, keepdim=True)
+        e = ((best - greatest) / self.params.temperature.unsqueeze(1)).exp().to(torch.float32)
+        # 0 · NaN is NaN, and so is 0 · inf
         first = e[:, :1] * torch.zeros_like(e)
         first[:, 0] += 1.0
         e = torch.where(self.params.greedy.unsqueeze(1), first, e)

@@ -18,11 +18,12 @@ from specdec.errors import UsageError
 from specdec.interfaces import Drafter, Target
 from specdec.round.arena import Arena
 from specdec.round.completion import Finish
+from specdec.round.graphs import Program
 from specdec.round.proposer import ChainProposer
 from specdec.round.staging import Staging
-from specdec.sampling.chain import chain_verify, resolve_empty, sample
-from specdec.sampling.law import law
-from specdec.sampling.philox import round_uniforms
+from specdec.sampling.chain import resolve_empty
+from specdec.sampling.philox import TARGET_DOMAIN
+from specdec.sampling.sampler import RoundWords
 from specdec.state.requests import BUDGET, CONSUMED, EPOCH, FINISH, GENERATED, PENDING, REQUEST, SEED, Lanes
 from specdec.state.store import StateStore
 
@@ -160,6 +161,8 @@ class ChainRound:
         self.boundary_state: dict[str, Mapping[str, Tensor]] = {}
         self.draft_probs = arena.scratch("draft_probs", (shape.batch, drafts, vocab), torch.float32)
         self.draft_tokens = arena.scratch("draft_tokens", (shape.batch, drafts), torch.int64)
+        name = f"the round of {shape.batch} lanes and width {shape.verify_width}"
+        self.program = Program(lambda **variant: self.run(**variant), name)
 
     def submit(
         self,
@@ -180,7 +183,7 @@ class ChainRound:
                 )
             copies = None
         self.staging.write(slots, ceilings, number, copies)
-        self.run(boundary=boundary, extended=extended, masked=masked)
+        self.program(boundary=boundary, extended=extended, masked=masked)
 
     def run(self, *, boundary: bool = False, extended: bool = False, masked: bool = False) -> None:
         """See ``Round.run``.
@@ -191,16 +194,18 @@ class ChainRound:
         """
         target, drafter, settlement = self.target, self.drafter, self._settlement
         drafts = self.shape.draft_tokens
+        self._mark("begin")
         for store in self._stores:
             store.begin_round()
         lanes = self.arena.requests.lanes(self.staging.slots)
-        params = lanes.law
-        target_u, draft_u = round_uniforms(lanes.integers[:, SEED], lanes.consumed, self.max_draft_tokens)
+        params, sampler = lanes.law, self.arena.sampler
+        words = RoundWords.of(lanes.integers[:, SEED], lanes.consumed, self.max_draft_tokens)
 
         # 1 draft, 2 copy: the proposer puts a copied token where the drafter's own would be, and the drafter goes on from it
         forecasts = None
         if drafter is not None:
-            forecasts = drafter.propose(lanes, drafts, self.proposer(lanes, draft_u))
+            forecasts = drafter.propose(lanes, drafts, self.proposer(lanes, words))
+        self._mark("draft")
 
         # a lane's drafts count only up to its ceiling and to what its budget can still emit
         remaining = lanes.integers[:, BUDGET] - lanes.integers[:, GENERATED]
@@ -210,20 +215,22 @@ class ChainRound:
         inputs = self.draft_tokens.clamp(0, target.vocab_size - 1)
         block = torch.cat([lanes.pending.unsqueeze(1), inputs], dim=1)
         logits, verified = self.verify(lanes, block, offered, forecasts)
+        self._mark("verify")
 
         # 4 law; drafts were drawn without penalties, from the law that was kept for them, which leaves the emitted law exact
         shaped = self.arena.requests.shaped(lanes, logits, inputs) if extended else logits
         if masked:
             shaped = self.arena.masked(lanes, shaped)
-        target_probs = law(shaped, params, target.vocab_size)[..., : target.vocab_size]
+        target_probs = sampler.law(shaped, params, target.vocab_size)[..., : target.vocab_size]
 
         # 5 accept
         outcome = resolve_empty(
-            chain_verify(self.draft_tokens, self.draft_probs, target_probs, target_u, verified), self.draft_tokens
+            sampler.verify(self.draft_tokens, self.draft_probs, target_probs, words, verified), self.draft_tokens
         )
 
         # 6 clip
         emitted, finish = settlement.clip(lanes, outcome.tokens, outcome.accepted)
+        self._mark("accept")
 
         # 7 commit; snapshots fall between absorption and selection, where the state after any number of inputs can be read
         if drafter is not None:
@@ -250,12 +257,14 @@ class ChainRound:
             finish=finish,
             sources=None if self.staging.copies is None else self.staging.copies.sources(offered),
         )
+        self._mark("commit")
 
-    def proposer(self, lanes: Lanes, uniforms: Tensor) -> ChainProposer:
-        """What the drafter draws through. uniforms: [B, K_max + 2] float32, the round's draft words."""
+    def proposer(self, lanes: Lanes, words: RoundWords) -> ChainProposer:
+        """What the drafter draws through."""
         return ChainProposer(
             params=lanes.law,
-            uniforms=uniforms,
+            sampler=self.arena.sampler,
+            words=words,
             tokens=self.draft_tokens,
             probs=self.draft_probs,
             vocab_size=self.target.vocab_size,
@@ -269,6 +278,10 @@ class ChainRound:
         """
         return self.target.verify(block, lanes), offered
 
+    def _mark(self, name: str) -> None:
+        if self.arena.phases is not None:
+            self.arena.phases.mark(name)
+
     @property
     def _stores(self) -> list[StateStore]:
         return [owner.store for owner in (self.target, self.drafter) if owner is not None]
@@ -280,7 +293,20 @@ class ChainRound:
         found = {"target": self.target.snapshot(lanes.slots, taken)}
         if self.drafter is not None:
             found["drafter"] = self.drafter.snapshot(lanes.slots, taken)
-        return found
+        if self.arena.device.type != "cuda":
+            return found
+        # a graph's own results may be where another graph of its pool works; these are read after it
+        return {
+            owner: {name: self._kept(f"boundary.{owner}.{name}", value) for name, value in part.items()}
+            for owner, part in found.items()
+        }
+
+    def _kept(self, name: str, value: Tensor) -> Tensor:
+        shape = list(value.shape)
+        shape[1] = self.arena.slots
+        kept = self.arena.scratch(name, tuple(shape), value.dtype)[:, : value.shape[1]]
+        kept.copy_(value)
+        return kept
 
 
 class FirstToken:
@@ -295,24 +321,30 @@ class FirstToken:
         self.max_draft_tokens = arena.max_draft_tokens
         self.staging = Staging(arena, batch)
         self._settlement = _Settlement(target, drafter, arena, self.staging, 1)
+        self.program = Program(self._run, f"first tokens of {batch} lanes")
 
     def submit(self, slots: Sequence[int], number: int, *, extended: bool = False, masked: bool = False) -> None:
         """Copies the slots to the staging buffer and runs. Lanes beyond ``slots`` are dead. extended, masked: see
         ``Round.submit``; the first token is under the slot's first mask."""
         self.staging.write(slots, [0] * len(slots), number)
+        self.program(extended=extended, masked=masked)
+
+    def _run(self, *, boundary: bool = False, extended: bool = False, masked: bool = False) -> None:
+        # nothing is consumed, so no boundary is crossed
         self.run(extended=extended, masked=masked)
 
     def run(self, *, extended: bool = False, masked: bool = False) -> None:
         """The tensor program alone; reads the staging buffer."""
         lanes = self.arena.requests.lanes(self.staging.slots)
-        target_u, _ = round_uniforms(lanes.integers[:, SEED], lanes.consumed - 1, self.max_draft_tokens)
+        sampler = self.arena.sampler
+        words = RoundWords.of(lanes.integers[:, SEED], lanes.consumed - 1, self.max_draft_tokens)
         logits = self.target.first_logits(lanes.slots).unsqueeze(1)
         no_drafts = lanes.slots.unsqueeze(1)[:, :0]
         shaped = self.arena.requests.shaped(lanes, logits, no_drafts) if extended else logits
         if masked:
             shaped = self.arena.masked(lanes, shaped)
-        probs = law(shaped, lanes.law, self.target.vocab_size)
-        tokens = sample(probs, target_u[:, :1])
+        probs = sampler.law(shaped, lanes.law, self.target.vocab_size)
+        tokens = sampler.draw(probs.squeeze(1), words, TARGET_DOMAIN, 0).unsqueeze(1)
         nothing = torch.zeros_like(lanes.slots)
         emitted, finish = self._settlement.clip(lanes, tokens, nothing)
         if extended:

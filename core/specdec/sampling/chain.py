@@ -11,6 +11,12 @@ deterministic, 1024 threads per row) for one-row calls, bit for bit: `_draw` add
 compiled with denormals flushed to zero and so are differences and accept tests here. Probabilities below 2^-126 in the
 inputs are the one thing that is not reproduced; `law` never produces them.
 
+A call has one K for all lanes, as the kernel has, and so has its words: a lane with fewer drafts behaves as if every draft
+from its count on were a token of probability 0 with an empty draft law. Such a draft always fails and leaves the whole target
+row, which is the bonus law after `count` drafts, so the emitted law is that of the lane's own count. The kernel can be told
+exactly that (one more group of columns without mass holds the token), where rows of different K would need kernels of their
+own. So equal buffers give equal tokens on both, whatever the counts.
+
 Everything is capturable: no host synchronisation, no shape that depends on data, no storage kept.
 
 Letters: B lanes, K draft tokens, V vocabulary.
@@ -24,7 +30,8 @@ from torch import Tensor
 
 _WARP = 32
 _THREADS = 1024  # per row and block on compute capability 8 and later
-_TINY = 2.0**-126  # smallest normal float32
+TINY = 2.0**-126
+"""Smallest normal float32: what is below counts as 0."""
 _BELOW_TINY = 2.0**-126 - 2.0**-149  # largest denormal
 
 
@@ -42,10 +49,22 @@ class ChainOutcome:
     matched: Tensor = field()
     """[B] int64: drafts that pass their own test, the first rejected one excluded; at least `accepted`. A statistic."""
     words: Tensor = field()
-    """[B] int64: words of the lane's stream used: count + 1 with everything accepted, count + 2 otherwise."""
+    """[B] int64: words of the lane's stream used: K + 1 with K accepted, K + 2 otherwise."""
     empty: Tensor = field()
     """[B] bool: a draft token in range was rejected and the residual has no mass, so that `tokens[b, a]` is -1. False
     if the deciding rows hold NaN: then -1 is a fault, not a law."""
+
+    @classmethod
+    def of_draw(cls, tokens: Tensor) -> "ChainOutcome":
+        """Outcome with K = 0 of tokens [B] int64 that were drawn."""
+        zero = torch.zeros_like(tokens)
+        return cls(
+            tokens=tokens.unsqueeze(-1),
+            accepted=zero,
+            matched=zero.clone(),
+            words=zero + 1,
+            empty=torch.zeros_like(tokens, dtype=torch.bool),
+        )
 
 
 def chain_verify(
@@ -57,15 +76,16 @@ def chain_verify(
 ) -> ChainOutcome:
     """Judge each lane's chain of drafts and draw the token that follows the accepted prefix.
 
-    Word i decides draft i; after a rejection at a, words a + 1 .. count serve the `matched` statistic (the first of
-    them is thrown away); the last word draws the token. All as in a one-row call with K = count.
+    Word i decides draft i; after a rejection at a, words a + 1 .. K serve the `matched` statistic (the first of them is
+    thrown away); word K + 1 draws the token, or word K if all K are accepted. The words are those of the call's K also in a
+    lane with fewer drafts: see the module's docstring.
 
     Args:
         draft_tokens: [B, K] int64. An id outside 0 .. V - 1 is rejected like a token of target probability 0.
         draft_probs: [B, K, V] float32, the laws that the drafts were drawn from; a copied token has a point mass.
         target_probs: [B, K+1, V] float32; row i is the law after i accepted drafts.
         uniforms: [B, >= K+2] float32 in (0, 1]; further columns are not read.
-        draft_counts: [B] int64 in 0 .. K, each lane's own K; None means K everywhere. Columns from the count on are
+        draft_counts: [B] int64 in 0 .. K, drafts of each lane; None means K everywhere. Columns from the count on are
             not read as drafts; row `count` of the target is the lane's bonus row.
 
     Returns:
@@ -78,18 +98,15 @@ def chain_verify(
         ValueError: if shapes or dtypes do not fit together.
     """
     lanes, drafts = draft_tokens.shape
-    _check(draft_tokens, draft_probs, target_probs, uniforms, draft_counts)
+    check_chain(draft_tokens, draft_probs, target_probs, draft_counts)
+    if uniforms.dtype != torch.float32 or uniforms.shape[0] != lanes or uniforms.shape[1] < drafts + 2:
+        raise ValueError(
+            f"uniforms is {uniforms.dtype} {tuple(uniforms.shape)}; {drafts} draft tokens need float32 "
+            f"[{lanes}, at least {drafts + 2}]"
+        )
     vocab = target_probs.shape[-1]
     if drafts == 0:
-        token = _draw(target_probs[:, 0], uniforms[:, 0])
-        zero = torch.zeros_like(token)
-        return ChainOutcome(
-            tokens=token.unsqueeze(-1),
-            accepted=zero,
-            matched=zero.clone(),
-            words=zero + 1,
-            empty=torch.zeros_like(token, dtype=torch.bool),
-        )
+        return ChainOutcome.of_draw(_draw(target_probs[:, 0], uniforms[:, 0]))
 
     columns = torch.arange(drafts + 1, device=draft_tokens.device)
     safe = draft_tokens.clamp(0, vocab - 1)
@@ -117,10 +134,10 @@ def chain_verify(
     proposal = draft_probs.gather(1, rejected_at.unsqueeze(-1).expand(lanes, 1, vocab)).squeeze(1)
     # With everything accepted the proposal counts as 0; a fill, because 0 * NaN would not be 0.
     residual = residual - proposal.masked_fill(~rejected.unsqueeze(-1), 0.0)
-    last_word = draft_counts + rejected
+    last_word = drafts + (accepted < drafts).to(torch.int64)
     token = _draw(residual, uniforms.gather(1, last_word.unsqueeze(-1)).squeeze(-1))
     # The comparison is False for NaN, which amax keeps.
-    empty = (residual.amax(-1) < _TINY) & rejected & in_range.gather(1, rejected_at).squeeze(-1)
+    empty = (residual.amax(-1) < TINY) & rejected & in_range.gather(1, rejected_at).squeeze(-1)
 
     following = torch.where(columns == at, token.unsqueeze(-1), -1)
     tokens = torch.where(columns < at, torch.constant_pad_nd(draft_tokens, (0, 1)), following)
@@ -184,7 +201,7 @@ def _draw(weights: Tensor, u: Tensor) -> Tensor:
     if length > vocab:
         weights = torch.constant_pad_nd(weights, (0, length - vocab))
     weights = weights.reshape(rows, tiles, warps, _WARP, items)
-    positive = weights >= _TINY  # False for NaN and for what the kernel flushes
+    positive = weights >= TINY  # False for NaN and for what the kernel flushes
     weights = torch.where(positive, weights, 0.0)
 
     # Three sums per thread: its items in order (for the scan), as a tree (tile totals), in order over all tiles (mass).
@@ -254,9 +271,8 @@ def _exclusive_scan(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack((parent, parent + a, third, third + c), -1).flatten(-2), root
 
 
-def _check(
-    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, uniforms: Tensor, draft_counts: Tensor | None
-) -> None:
+def check_chain(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, draft_counts: Tensor | None) -> None:
+    """Raises ValueError if shapes or dtypes of a verification do not fit together; see `chain_verify`."""
     lanes, drafts = draft_tokens.shape
     vocab = target_probs.shape[-1]
     wanted: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
@@ -273,8 +289,3 @@ def _check(
             )
     if draft_tokens.dtype != torch.int64:
         raise ValueError(f"draft_tokens is {draft_tokens.dtype}; it must be torch.int64")
-    if uniforms.dtype != torch.float32 or uniforms.shape[0] != lanes or uniforms.shape[1] < drafts + 2:
-        raise ValueError(
-            f"uniforms is {uniforms.dtype} {tuple(uniforms.shape)}; {drafts} draft tokens need float32 "
-            f"[{lanes}, at least {drafts + 2}]"
-        )

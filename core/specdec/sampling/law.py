@@ -22,11 +22,14 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from specdec.ops.select import uses_cuda
 from specdec.sampling.params import SamplingParams
 
 # 2^18 entries of at most 2^44 each sum to at most 2^62, which fits int64.
 _ONE = 2.0**44
 _VOCABULARY_LIMIT = 1 << 18
+# Rows that one program of the kernel sorts at once.
+_KERNEL_VOCABULARY = 2048
 _GREATEST_DENORMAL = 2.0**-126 - 2.0**-149
 
 
@@ -76,12 +79,12 @@ def law(logits: Tensor, params: LawParams, vocab_size: int | None = None) -> Ten
         ValueError: if the logits are not floating point or more than 2^18 ids remain.
     """
     lanes, vocab = logits.shape[0], logits.shape[-1]
-    kept_ids = vocab if vocab_size is None else vocab_size
-    if not logits.dtype.is_floating_point or not 0 < kept_ids <= min(vocab, _VOCABULARY_LIMIT):
-        raise ValueError(
-            f"law needs floating-point logits with 1 to {min(vocab, _VOCABULARY_LIMIT)} ids that are not padding, "
-            f"got {logits.dtype} {tuple(logits.shape)} with {kept_ids}"
-        )
+    kept_ids = unpadded(logits, vocab_size)
+    if vocab <= _KERNEL_VOCABULARY and uses_cuda("law", logits):
+        from specdec.ops.cuda.law import law_rows
+
+        settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.greedy)
+        return law_rows(logits.reshape(lanes, -1, vocab), *settings, kept_ids).view(logits.shape)
     if logits.dtype != torch.float64:
         logits = logits.to(torch.float32)
     rows = logits.reshape(lanes, -1, vocab)[..., :kept_ids]
@@ -91,9 +94,11 @@ def law(logits: Tensor, params: LawParams, vocab_size: int | None = None) -> Ten
     end = kept_ids - 1
 
     # Everything below happens in descending order, where each filter keeps a prefix: `last` is its last position.
-    # A stable sort puts the lowest id first among equals, and NaN before everything.
+    # A stable sort puts the lowest id first among equals.
     descending, order = rows.sort(dim=-1, descending=True, stable=True)
-    e = ((descending - descending[..., :1]) / temperature).exp().to(torch.float32)
+    # not the first of the sorted ones: a NaN with its sign bit set sorts last on some devices, and must not look healthy
+    greatest = rows.amax(-1, keepdim=True)
+    e = ((descending - greatest) / temperature).exp().to(torch.float32)
     fixed = e * _ONE
     mass = fixed.to(torch.int64).cumsum(-1)
 
@@ -117,3 +122,15 @@ def law(logits: Tensor, params: LawParams, vocab_size: int | None = None) -> Ten
     probs = torch.threshold_(fixed.masked_fill_(dropped, 0.0).div_(total), _GREATEST_DENORMAL, 0.0)
     result = probs.new_zeros((*rows.shape[:-1], vocab))
     return result.scatter_(-1, order, probs).view(logits.shape)
+
+
+def unpadded(logits: Tensor, vocab_size: int | None) -> int:
+    """How many ids of the logits are not padding. Raises ValueError as `law` does."""
+    vocab = logits.shape[-1]
+    kept = vocab if vocab_size is None else vocab_size
+    if not logits.dtype.is_floating_point or not 0 < kept <= min(vocab, _VOCABULARY_LIMIT):
+        raise ValueError(
+            f"law needs floating-point logits with 1 to {min(vocab, _VOCABULARY_LIMIT)} ids that are not padding, "
+            f"got {logits.dtype} {tuple(logits.shape)} with {kept}"
+        )
+    return kept

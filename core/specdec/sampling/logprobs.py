@@ -8,6 +8,8 @@ They travel beside the completion records: two frames that alternate by round, o
 round, read by the host only if somebody asked.
 """
 
+from collections.abc import Sequence
+
 import torch
 from attrs import field, frozen
 from torch import Tensor
@@ -69,7 +71,7 @@ class LogprobFrames:
     @property
     def nbytes(self) -> int:
         """Bytes of the three buffers."""
-        return sum(t.numel() * t.element_size() for t in (self.chosen, self.values, self.tokens))
+        return sum(t.numel() * t.element_size() for t in self.buffers)
 
     def write(self, rows: Tensor, logits: Tensor, tokens: Tensor) -> None:
         """Stores what a round's rows say. rows: [B] int64 buffer rows; logits: [B, W, V]; tokens: [B, W] int64. Capturable."""
@@ -79,11 +81,18 @@ class LogprobFrames:
         self.values[:, :width].index_copy_(0, rows, ranked.values)
         self.tokens[:, :width].index_copy_(0, rows, ranked.tokens)
 
-    def read(self, frame: int, slots: list[int]) -> list[list[LogprobColumn]]:
-        """Columns of each slot. Synchronises with the device; called between rounds only."""
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Chosen, values and tokens."""
+        return self.chosen, self.values, self.tokens
+
+    def read(self, frame: int, slots: list[int], buffers: Sequence[Tensor] | None = None) -> list[list[LogprobColumn]]:
+        """Columns of each slot. buffers: the host's copies; None reads ``self.buffers`` and synchronises with the device. Called
+        between rounds only."""
         rows = torch.tensor([frame * (self.slots + 1) + slot for slot in slots], dtype=torch.int64)
-        rows = rows.to(self.chosen.device)
-        chosen, values, tokens = (t.index_select(0, rows).tolist() for t in (self.chosen, self.values, self.tokens))
+        sources = self.buffers if buffers is None else buffers
+        rows = rows.to(sources[0].device)
+        chosen, values, tokens = (source.index_select(0, rows).tolist() for source in sources)
         return [
             [(one, list(zip(*top, strict=True))) for one, *top in zip(*columns, strict=True)]
             for columns in zip(chosen, tokens, values, strict=True)

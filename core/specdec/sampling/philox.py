@@ -125,19 +125,3 @@ def round_offsets(consumed: Tensor, max_draft_tokens: int) -> Tensor:
     # Both domains in one operation; the rows follow TARGET_DOMAIN = 0 and DRAFT_DOMAIN = 1.
     domains = _pair(TARGET_DOMAIN * DOMAIN_SPAN, DRAFT_DOMAIN * DOMAIN_SPAN, consumed.device)
     return domains.unsqueeze(-1) + consumed * (max_draft_tokens + 2)
-
-
-def round_uniforms(seed: Tensor, consumed: Tensor, max_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """All uniforms a round may use, one Philox evaluation for both domains (subsequence 0).
-
-    Args:
-        seed: [B] int64, each request's seed.
-        consumed: [B] int64, see `round_offsets`.
-        max_draft_tokens: the recipe's maximum (K_max).
-
-    Returns:
-        (target_u, draft_u), each [B, K_max + 2] float32. Allocates transients only; does not synchronise.
-    """
-    offset = round_offsets(consumed, max_draft_tokens)
-    both = uniforms(philox_words(seed.expand_as(offset), offset, max_draft_tokens + 2))
-    return both[TARGET_DOMAIN], both[DRAFT_DOMAIN]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,41 +59,54 @@ class Arm:
         }
 
 
-def run_arm(arm: Arm, requests: Sequence[Request], *, counted: bool = True) -> None:
-    """Runs all requests once through an arm, adding to its counts unless ``counted`` is False (warm-up)."""
+def run_arm(arm: Arm, requests: Sequence[Request], *, counted: bool = True, batch: int = 1) -> None:
+    """Runs all requests once through an arm, adding to its counts unless ``counted`` is False (warm-up).
+
+    batch: how many run at once, the next one from where one has ended; the arm's model must be prepared for so many.
+    """
     generator = arm.generator
-    for number, request in enumerate(requests):
-        generator.submit(request)
-        output: list[int] = []
-        running, seconds = True, 0.0
-        while running:
-            started = time.perf_counter()
-            events = list(generator.step())
-            elapsed = time.perf_counter() - started
-            in_round = not any(isinstance(event, Progress) for event in events)
-            seconds += elapsed if in_round else 0.0
-            for event in events:
-                if isinstance(event, Emission):
-                    output.extend(event.tokens)
-                    running = not event.finish
-                    if event.finish is Finish.FAULT:
-                        arm.fault = event.completion
-                    if counted:
-                        arm.statistics.add(event.completion, in_round=in_round)
-        if counted:
-            arm.seconds += seconds
-            arm.outputs[number] = output
+    waiting = deque(enumerate(requests))
+    running: dict[int, int] = {}
+    outputs: dict[int, list[int]] = {}
+    seconds = 0.0
+    while waiting or running:
+        while waiting and len(running) < batch:
+            place, request = waiting.popleft()
+            running[generator.submit(request)], outputs[place] = place, []
+        started = time.perf_counter()
+        events = list(generator.step())
+        elapsed = time.perf_counter() - started
+        if not any(isinstance(event, Progress) or event.completion.generated == 1 for event in events):
+            seconds += elapsed
+        for event in events:
+            if isinstance(event, Emission):
+                outputs[running[event.request]].extend(event.tokens)
+                if event.finish:
+                    del running[event.request]
+                if event.finish is Finish.FAULT:
+                    arm.fault = event.completion
+                if counted:
+                    # no round leaves a request with one token
+                    arm.statistics.add(event.completion, in_round=event.completion.generated > 1)
+    if counted:
+        arm.seconds += seconds
+        arm.outputs.update(outputs)
 
 
-def compare(arms: Sequence[Arm], requests: Sequence[Request], *, passes: int = 1, warm_up: int = 1) -> None:
-    """Runs every arm over the requests, alternating the order of arms from pass to pass; results stay in the arms."""
+def compare(
+    arms: Sequence[Arm], requests: Sequence[Request], *, passes: int = 1, warm_up: int = 1, batch: int = 1
+) -> None:
+    """Runs every arm over the requests, alternating the order of arms from pass to pass; results stay in the arms.
+
+    batch: see ``run_arm``.
+    """
     for arm in arms:
-        run_arm(arm, requests[:warm_up], counted=False)
+        run_arm(arm, requests[:warm_up], counted=False, batch=batch)
     for number in range(passes):
         ordered = arms if number % 2 == 0 else list(reversed(arms))
         for arm in ordered:
             tokens, seconds = arm.statistics.tokens_in_rounds, arm.seconds
-            run_arm(arm, requests)
+            run_arm(arm, requests, batch=batch)
             tokens, seconds = arm.statistics.tokens_in_rounds - tokens, arm.seconds - seconds
             arm.passes.append(tokens / seconds if seconds else 0.0)
 

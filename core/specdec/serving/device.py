@@ -21,6 +21,7 @@ from specdec.serving.request import Request, TokenLogprobs
 from specdec.serving.stops import StopMatcher
 from specdec.state.prefix import PrefixCache
 from specdec.state.prefix_records import PrefixStatistics
+from specdec.state.upload import upload
 
 
 class ModelDevice:
@@ -41,10 +42,15 @@ class ModelDevice:
         prompts from and to leave behind, made by ``serving.prefixes.prefix_cache`` for this model; None does without. queued:
         another round may be submitted before one is collected.
 
-        Raises UsageError if the cache is another model's.
+        Raises UsageError if the cache is another model's, or the model's graphs keep nothing for one.
         """
         if prefix_cache is not None and prefix_cache.pools != model.pools:
             raise UsageError("the prefix cache was made for another model; make one with prefix_cache(model)")
+        if prefix_cache is not None and model.graphs is not None and not model.config.snapshot_bytes:
+            raise UsageError(
+                "this model's rounds were captured without prefix checkpoints; prepare it with snapshot_bytes above 0, or with "
+                "cuda_graphs=False"
+            )
         self.model = model
         config = model.config if config is None else config
         self.concurrency = config.concurrency
@@ -57,6 +63,7 @@ class ModelDevice:
         self._queued = queued
         self._compiler: GrammarCompiler | None = None
         self._copies = model.recipe.supports_history_drafts
+        self._transfers = model.arena.transfers
         self._seconds: dict[int, float] = {}
         self._widths: dict[int, tuple[int, ...]] = {}
         for batch, width in sorted(model.rounds):
@@ -171,24 +178,17 @@ class ModelDevice:
     def prefill(self, resident: Resident, end: int) -> tuple[TokenLogprobs, ...] | None:
         """See ``Device.prefill``. The drafter absorbs every row whose next token is known."""
         model, start = self.model, resident.consumed
-        where = torch.tensor([resident.slot], dtype=torch.int64).to(model.device)
         scores = resident.scores = PromptScores.of(resident.request, resident.number, resident.scores)
-        chunk = torch.tensor(resident.run.tokens[start:end], dtype=torch.int64).to(model.device)
-        # read before the chunk overwrites it: with lag 1 the row before the chunk pairs with the chunk's first token
-        tail = model.target.feedback(where)
-        feedback = model.target.prefill(chunk, where, start)
-        if scores is not None:
-            # before the drafter runs, whose scratch may be where the chunk's hidden states are
-            tokens = torch.tensor(resident.run.tokens, dtype=torch.int64).to(model.device)
-            scores.read(model.target, start, end, tokens)
-        if model.drafter is not None:
-            if not model.drafter.lag:
-                model.drafter.prefill(feedback, chunk, where, start)
-            elif start:
-                model.drafter.prefill(torch.cat([tail, feedback[:-1]]), chunk, where, start - 1)
-            elif len(chunk) > 1:
-                model.drafter.prefill(feedback[:-1], chunk[1:], where, 0)
-        return None if scores is None else scores.take()
+        if scores is None:
+            model.prompts.consume(resident.run.tokens[start:end], resident.slot, start)
+            return None
+        # the logits of a scored prompt are read in the middle of a chunk, so such chunks are never replayed
+        tokens = upload(resident.run.tokens, torch.int64, model.device)
+        where = upload([resident.slot], torch.int64, model.device)
+        model.prompts.run(
+            tokens[start:end], where, start, between=lambda: scores.read(model.target, start, end, tokens)
+        )
+        return scores.take()
 
     @torch.inference_mode()
     def enter(self, resident: Resident) -> None:
@@ -235,9 +235,10 @@ class ModelDevice:
 
     @torch.inference_mode()
     def submit(self, plan: RoundPlan) -> Snapshots | None:
-        """See ``Device.submit``. On a CPU the round runs here."""
+        """See ``Device.submit``. On a CPU the round runs here, elsewhere it is queued."""
         started = time.perf_counter()
         boundary, masked = None, False
+        self._transfers.begin(plan.number)
         for lane in plan.lanes:
             if lane.masks is not None and self.model.arena.masks is not None:
                 self.model.arena.masks.write(lane.slot, lane.masks)
@@ -262,6 +263,7 @@ class ModelDevice:
                     boundary = {
                         owner: {name: value.clone() for name, value in part.items()} for owner, part in boundary.items()
                     }
+        self._transfers.end(plan.number)
         self._seconds[plan.number] = time.perf_counter() - started
         return boundary
 
@@ -273,5 +275,7 @@ class ModelDevice:
         records = arena.read_frame(frame, slots)
         columns: Any = arena.read_logprobs(frame, slots) if logprobs else ()
         forecasts = None if arena.forecasts is None else arena.read_forecasts(frame, slots)
-        seconds = self._seconds.pop(plan.number, 0.0) + time.perf_counter() - started
+        seconds = self._transfers.seconds(plan.number)
+        host = self._seconds.pop(plan.number, 0.0) + time.perf_counter() - started
+        seconds = host if seconds is None else seconds
         return RoundResult(records=records, seconds=seconds, logprobs=columns, forecasts=forecasts)

@@ -122,6 +122,7 @@ class Engine:
         concurrency: int | None = None,
         draft_tokens: int | None = None,
         adaptive_verification: bool | None = None,
+        fixed_width: int | None = None,
         queue_depth: int = 2,
         chunks_per_step: int = 1,
         reserved_output: int | None = RESERVED_OUTPUT,
@@ -130,7 +131,7 @@ class Engine:
     ) -> None:
         """The policy of widths is the model's configuration: its ``fixed_width``, or adaptive without one.
 
-        concurrency, draft_tokens, adaptive_verification: use a part of what was prepared, or the other policy; see
+        concurrency, draft_tokens, adaptive_verification, fixed_width: use a part of what was prepared, or another policy; see
         ``PreparationConfig.reduce``. Without drafts rounds have width one and keep draft state all the same. history_drafts: copy
         drafts from decoded history. prefixes: keep prefix checkpoints; None does where ``snapshot_bytes`` is set. queue_depth:
         rounds submitted before the first is read. chunks_per_step, reserved_output: see ``Scheduler``. metrics: counts here, None
@@ -140,7 +141,10 @@ class Engine:
         """
         recipe = model.recipe
         config = model.config.reduce(
-            concurrency=concurrency, max_draft_tokens=draft_tokens, adaptive_verification=adaptive_verification
+            concurrency=concurrency,
+            max_draft_tokens=draft_tokens,
+            adaptive_verification=adaptive_verification,
+            fixed_width=fixed_width,
         )
         if history_drafts and not (recipe.supports_history_drafts and config.max_draft_tokens):
             why = "drafts nothing as prepared" if recipe.supports_history_drafts else "declares no history drafts"
@@ -194,6 +198,11 @@ class Engine:
         return cls(model, history_drafts=history_drafts, trace=trace)
 
     # --- callers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, running or in flight."""
+        return not (self._inbox or self._scheduler.busy)
 
     def submit(self, request: Request) -> Stream:
         """Queues a request. Any thread may call it.

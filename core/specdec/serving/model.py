@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib import resources
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,25 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from specdec.catalog import RoundShape, batch_capacities
+from specdec.catalog import RoundShape, batch_capacities, chunk_sizes
+from specdec.checkpoint.accepted import check_model_type, context_limit, embedded_checkpoint, text_config
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.tokenizer import Tokenizer
 from specdec.declaration import Recipe
 from specdec.errors import CheckpointError, UsageError
 from specdec.interfaces import Capacities, Drafter, Round, Target
+from specdec.memory import MemoryPlan
+from specdec.memory_plan import capacities_for, prepared_shapes
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.round.arena import Arena
+from specdec.round.graphs import GraphPool, prepared_variants
 from specdec.round.transaction import FirstToken
 from specdec.sampling.params import SamplingParams
-from specdec.serving.prefixes import checkpoint_pages
+from specdec.sampling.sampler import sampler_for
+from specdec.serving.budget import checked_plan
+from specdec.serving.prompt_rows import PromptRows
+from specdec.snapshot_sizes import checkpoint_pages
 from specdec.state.pages import PagePool
 from specdec.state.store import StateStore
 
@@ -86,59 +92,23 @@ def _generation_config(path: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if value is not None}
 
 
-def text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The text model's part of ``config.json``: ``text_config`` if there is one, else all of it.
-
-    Raises CheckpointError if it is not an object.
-    """
-    text = checkpoint.config.get("text_config", checkpoint.config)
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"{checkpoint.directory}: config.json: text_config is {text!r}, needs an object")
-    return text
-
-
-def context_limit(checkpoint: Checkpoint) -> int | None:
-    """``max_position_embeddings`` of the checkpoint, None if it does not say.
-
-    Raises CheckpointError if it is not a positive integer.
-    """
-    limit = text_config(checkpoint).get("max_position_embeddings")
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise CheckpointError(
-            f"{checkpoint.directory}: config.json: max_position_embeddings is {limit!r}, needs an integer of at least 1"
-        )
-    return limit
-
-
-def embedded_checkpoint(recipe: Recipe) -> Path:
-    """Folder of the small checkpoint that the plugin ships.
-
-    Raises CheckpointError if the recipe has none or it is not installed.
-    """
-    if recipe.embedded_checkpoint is None:
-        raise CheckpointError(f"recipe {recipe.name!r} ships no checkpoint; name one with --checkpoint DIR")
-    package, _, folder = recipe.embedded_checkpoint.partition(":")
-    path = Path(str(resources.files(package))) / folder
-    if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path}: the small checkpoint of recipe {recipe.name!r} is not there; reinstall the plugin or name a folder with "
-            "--checkpoint DIR"
-        )
-    return path
-
-
-def check_model_type(checkpoint: Checkpoint, recipe: Recipe) -> None:
-    """Raises CheckpointError if the configuration's model type is none that the recipe accepts."""
-    found = checkpoint.config.get("model_type")
-    if found not in recipe.model_types:
-        raise CheckpointError(
-            f"{checkpoint.directory}: config.json: model_type is {found!r}, recipe {recipe.name!r} accepts "
-            f"{', '.join(recipe.model_types)}"
-        )
-
-
 def _stores(target: Target, drafter: Drafter | None) -> tuple[StateStore, ...]:
     return (target.store,) if drafter is None else (target.store, drafter.store)
+
+
+def _capture(
+    graphs: GraphPool,
+    config: PreparationConfig,
+    rounds: Mapping[tuple[int, int], Round],
+    first: Mapping[int, FirstToken],
+) -> None:
+    """Captures every round in every variant that the configuration may ask for. All staged lanes are still the spare slot."""
+    extended, masked = config.extended_sampling, config.grammar
+    variants = prepared_variants(boundary=config.snapshot_bytes > 0, extended=extended, masked=masked)
+    for one in rounds.values():
+        one.program.capture(graphs, variants)
+    for sampled in first.values():
+        sampled.program.capture(graphs, prepared_variants(boundary=False, extended=extended, masked=masked))
 
 
 class LoadedModel:
@@ -158,6 +128,9 @@ class LoadedModel:
         rounds: dict[tuple[int, int], Round],
         first_tokens: dict[int, FirstToken],
         arena: Arena,
+        prompts: PromptRows | None = None,
+        graphs: GraphPool | None = None,
+        memory: MemoryPlan | None = None,
     ) -> None:
         self.recipe = recipe
         self.config = config
@@ -170,6 +143,12 @@ class LoadedModel:
         self.rounds = rounds
         self.first_tokens = first_tokens
         self.arena = arena
+        #: How prompts are consumed.
+        self.prompts = PromptRows(target, drafter, device) if prompts is None else prompts
+        #: Pool of the captured rounds; None where rounds run eagerly.
+        self.graphs = graphs
+        #: What was planned and checked before anything was allocated, the pool measured; None where nothing limits it.
+        self.memory = memory
         # one pool per store that has pages, shared by every generator and prefix cache of this model
         self.pools = tuple(
             PagePool(pages=store.pages, page_tokens=store.layout.page_tokens) for store in self.paged_stores
@@ -181,6 +160,11 @@ class LoadedModel:
     def stores(self) -> tuple[StateStore, ...]:
         """The target's state store, and the drafter's if there is one."""
         return _stores(self.target, self.drafter)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about how this model was prepared, one line each."""
+        return () if self.arena.sampler.note is None else (self.arena.sampler.note,)
 
     @property
     def paged_stores(self) -> tuple[StateStore, ...]:
@@ -223,18 +207,9 @@ class LoadedModel:
                 raise UsageError(
                     f"--context is {config.context}; the checkpoint's max_position_embeddings is {limit} ({path}); lower it"
                 )
-            horizon = recipe.max_draft_tokens + 1
-            page = recipe.target_layout.page_tokens
-            slots = batch_capacities(config.concurrency)[-1]
-            capacities = Capacities(
-                slots=slots,
-                context=config.context,
-                pages=config.pages or slots * -(-(config.context + horizon) // page),
-                max_draft_tokens=recipe.max_draft_tokens,
-                dtype=dtype,
-                prefill_rows=config.prefill_tokens[-1],
-                draft_tokens=config.max_draft_tokens,
-            )
+            memory = checked_plan(recipe, config, checkpoint, device=where, dtype=dtype)
+            capacities = capacities_for(recipe, config, dtype)
+            slots = capacities.slots
             target = hooks.build_target_state(checkpoint=checkpoint, capacities=capacities, device=where)
             drafter = None
             if config.speculative:
@@ -255,6 +230,7 @@ class LoadedModel:
                 vocab_size=target.vocab_size,
                 confidence_width=recipe.confidence_width if config.speculative else 0,
                 grammar=config.grammar,
+                sampler=sampler_for(where, config.sampler),
             )
             rounds = {}
             # the largest shape first: smaller ones then share its scratch
@@ -265,6 +241,15 @@ class LoadedModel:
                 batch: FirstToken(target=target, drafter=drafter, arena=arena, batch=batch)
                 for batch in batch_capacities(config.concurrency)
             }
+            prompts = PromptRows(target, drafter, where)
+            graphs = None
+            if where.type == "cuda" and config.cuda_graphs:
+                graphs = GraphPool(where)
+                _capture(graphs, config, rounds, first_tokens)
+                prompts.capture(graphs, chunk_sizes(config.prefill_tokens), slots)
+                for store in _stores(target, drafter):
+                    # rehearsals left a prompt of their own in the spare slot
+                    store.reset(store.spare)
         return cls(
             recipe=recipe,
             config=config,
@@ -277,13 +262,12 @@ class LoadedModel:
             rounds=rounds,
             first_tokens=first_tokens,
             arena=arena,
+            prompts=prompts,
+            graphs=graphs,
+            memory=memory if memory is None or graphs is None else memory.measured(graphs=graphs.bytes),
         )
 
     @staticmethod
     def shapes(config: PreparationConfig) -> tuple[RoundShape, ...]:
         """Round shapes that this configuration prepares; without speculation, plain decoding at every batch capacity."""
-        if config.speculative:
-            return config.shapes()
-        return tuple(
-            RoundShape(batch=batch, draft_tokens=0, verify_width=1) for batch in batch_capacities(config.concurrency)
-        )
+        return prepared_shapes(config)

@@ -5,57 +5,26 @@ The cache (``specdec.state.prefix``) decides; this module does the tensor work t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specdec.declaration import StateKind, StateLayout
-from specdec.errors import CapacityError
+from specdec.declaration import StateKind
 from specdec.scheduling.resident import TokenRun
+from specdec.snapshot_sizes import page_bytes
 from specdec.state.pages import PagePool
 from specdec.state.prefix import PrefixCache
 from specdec.state.prefix_records import PageCopy
 from specdec.state.store import StateStore
+from specdec.state.upload import upload
 
 if TYPE_CHECKING:
     from specdec.serving.model import LoadedModel
 
 #: "target" and "drafter" snapshots by field name, as a round's ``boundary_state``.
 Snapshots = Mapping[str, Mapping[str, Tensor]]
-
-
-def page_bytes(layout: StateLayout) -> int:
-    """Bytes of one page over all paged fields and layers."""
-    return layout.bytes(0, 1)
-
-
-def snapshot_bytes(layout: StateLayout) -> int:
-    """Bytes of one request's snapshot, pages excluded: rings and carried window rows whole, one entry of rows and columns."""
-    entries = {StateKind.ROW: 1, StateKind.COLUMNS: 1}
-    return sum(
-        f.layers * f.entry_bytes * entries.get(f.kind, f.extent)
-        for f in layout.fields
-        if f.kind not in (StateKind.PAGED, StateKind.RECORDS)
-    )
-
-
-def checkpoint_pages(layouts: Sequence[StateLayout], budget: int) -> int:
-    """Pages that each pool needs beside those of requests, so that prefix checkpoints can use a budget of ``budget`` bytes.
-
-    One checkpoint per page boundary holds its state and at most two pages of each pool: the full one and the copy of a
-    partly filled one. The pages so provided and the states of that many checkpoints are within the budget together.
-
-    Raises CapacityError if not even a checkpoint of less than a page fits.
-    """
-    pages, states = sum(map(page_bytes, layouts)), sum(map(snapshot_bytes, layouts))
-    if budget < pages + states:
-        raise CapacityError(
-            f"snapshot_bytes is {budget}, but one prefix checkpoint takes {pages + states} bytes (state {states}, a page of "
-            f"each pool {pages}); raise it, or set it to 0 to do without prefix checkpoints"
-        )
-    return 2 * max(budget // (2 * pages + states), 1)
 
 
 def prefix_cache(model: LoadedModel, budget: int | None = None) -> PrefixCache:
@@ -135,7 +104,7 @@ class PrefixState:
         self._copy(self.cache.publish(slot, key, run.tokens, length, rows, state, size))
 
     def _snapshot(self, slot: int) -> Snapshots:
-        where = torch.tensor([slot], dtype=torch.int64).to(self.model.device)
+        where = upload([slot], torch.int64, self.model.device)
         state = {"target": self.model.target.snapshot(where)}
         if self.model.drafter is not None:
             state["drafter"] = self.model.drafter.snapshot(where)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.penalties import counts_before, penalise
+from specdec.state.upload import upload
 
 # columns of ``factors``
 PRESENCE, FREQUENCY, REPETITION = range(3)
@@ -48,12 +49,12 @@ class OptionTable:
         if not sampling.shapes_logits:
             return
         factors = [sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty]
-        self.factors[slot] = torch.tensor(factors, dtype=torch.float32).to(self.device)
+        self.factors[slot] = upload(factors, torch.float32, self.device)
         self.prompt[slot].index_fill_(0, self._ids(prompt), True)
         emitted = torch.bincount(torch.tensor(list(output), dtype=torch.int64), minlength=self.vocab_size)
         self.counts[slot] = emitted.to(torch.int32).to(self.device)
         tokens = self._ids([token for token, _ in sampling.logit_bias])
-        values = torch.tensor([value for _, value in sampling.logit_bias], dtype=torch.float32).to(self.device)
+        values = upload([value for _, value in sampling.logit_bias], torch.float32, self.device)
         self.bias[slot].index_copy_(0, tokens, values)
 
     def retire(self, slot: int) -> None:
@@ -64,7 +65,7 @@ class OptionTable:
         self.factors[slot] = self._neutral
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(list(tokens), dtype=torch.int64).to(self.device)
+        return upload(list(tokens), torch.int64, self.device)
 
     # --- device side, inside a round -----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from specdec.sampling.law import LawParams
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.penalties import forbid_stops
 from specdec.state.options import OptionTable
+from specdec.state.upload import upload
 
 # integer columns; FINISH is a code of ``completion.Finish``: NONE while the request runs, CANCELLED in a slot without one
 CONSUMED, PENDING, GENERATED, BUDGET, FINISH, REQUEST, EPOCH, SEED, TOP_K, GREEDY, MIN_NEW = range(11)
@@ -115,11 +116,11 @@ class RequestTable:
             row[PENDING] = output[-1]
         row[CONSUMED], row[BUDGET], row[REQUEST], row[EPOCH] = consumed, budget, request, epoch
         row[SEED], row[TOP_K], row[GREEDY] = sampling.seed, sampling.top_k, int(sampling.greedy)
-        self.integers[slot] = torch.tensor(row, dtype=torch.int64).to(self.device)
+        self.integers[slot] = upload(row, torch.int64, self.device)
         floats = [sampling.temperature, sampling.top_p, sampling.min_p]
-        self.floats[slot] = torch.tensor(floats, dtype=torch.float32).to(self.device)
+        self.floats[slot] = upload(floats, torch.float32, self.device)
         padded = list(stop_ids) + [NO_STOP] * (self.stops.shape[1] - len(stop_ids))
-        self.stops[slot] = torch.tensor(padded, dtype=torch.int64).to(self.device)
+        self.stops[slot] = upload(padded, torch.int64, self.device)
 
     def retire(self, slot: int) -> None:
         """Makes a slot neutral again."""

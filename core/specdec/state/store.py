@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.declaration import StateField, StateKind, StateLayout
 from specdec.errors import DeclarationError
+from specdec.state.upload import upload
 
 # kinds whose commit is the same for every plugin: selection, shift, or validity by length and tags
 _COMMITTED_BY_STORE = (StateKind.COLUMNS, StateKind.WINDOW, StateKind.PAGED, StateKind.RING)
@@ -82,8 +83,8 @@ class StateStore:
 
     def set_pages(self, slot: int, pages: Iterable[int]) -> None:
         """Writes a slot's page table row; entries past the given pages stay trash."""
-        owned = torch.tensor(list(pages), dtype=torch.int64)
-        self.page_table[slot, : owned.numel()] = owned.to(self.device)
+        owned = upload(list(pages), torch.int64, self.device)
+        self.page_table[slot, : owned.numel()] = owned
 
     # --- device side, inside a round -------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class WrappedDrafter:
         """The proposer that the wrapped drafter draws through in one round."""
         return inner
 
-    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
+    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int | Tensor) -> None:
         """See ``Drafter.prefill``."""
         self.inner.prefill(feedback, tokens, slot, start)
 

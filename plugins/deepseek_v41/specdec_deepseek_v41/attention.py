@@ -11,17 +11,24 @@ add the parts of y; rows are the same for every shard.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from specdec.checkpoint.weights import Weights
 from specdec.ops.block_quantisation import fp8_ue8m0
-from specdec.ops.norms import accumulate_dtype, rms_norm
+from specdec.ops.norms import rms_norm
+from specdec.ops.sink_attention import attend, attend_window, attends_in_place
 
 from .geometry import Geometry
 from .linear import Linear
 from .rotary import Rotation, rotate
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from .indexer import Selected
 
 
 @frozen(kw_only=True, eq=False)
@@ -87,17 +94,17 @@ class Projections:
         return self.output(torch.bmm(back, self.groups).transpose(0, 1).flatten(1))
 
 
-def attend(q: Tensor, keys: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
-    """Softmax attention over shared rows that are keys and values, with a sink that only takes weight.
+def attend_rows(q: Tensor, row: Tensor, rows: Rows, layer: int, selected: Selected | None, sink: Tensor) -> Tensor:
+    """Attention of each row of a call to its window, which ``row`` is added to first, and to what is selected beside it.
 
-    q: [G, n, heads, d], n queries that see the same rows; keys: [G, S, d], all finite, even those that are not seen; bias:
-    [G, 1, S], 0 for a row that is seen and −∞ for another, and sink: [heads] in the accumulate dtype. Returns [G, n, heads, d] in
-    the dtype of q; arithmetic is float32 or wider. Changes nothing.
+    q: [P, heads, d]; row: [P, d]; sink: [heads]. Returns [P, heads, d] in the dtype of q.
     """
-    count, queries, heads, width = q.shape
-    precise = accumulate_dtype(q.dtype)
-    wide = keys.to(precise)
-    logits = torch.baddbmm(bias, q.flatten(1, 2).to(precise), wide.transpose(1, 2), alpha=width**-0.5)
-    taken = sink.expand(count, queries, heads).reshape(count, -1, 1)
-    weights = torch.softmax(torch.cat([logits, taken], dim=-1), dim=-1)[..., :-1]
-    return torch.bmm(weights, wide).view(q.shape).to(q.dtype)
+    if attends_in_place(q):
+        buffer, last, extent = rows.record("window", layer, row), rows.own["window"], rows.bias.shape[-1]
+        groups = None if selected is None else selected.groups
+        return attend_window(q, buffer, last, rows.lay.positions, extent, sink, groups)
+    keys, bias = rows.windows(layer, row), rows.bias
+    if selected is not None:
+        assert selected.keys is not None and selected.bias is not None
+        keys, bias = torch.cat([keys, selected.keys], dim=1), selected.bias
+    return attend(q.unsqueeze(1), keys, bias, sink).squeeze(1)

@@ -101,7 +101,7 @@ class DsparkDrafter:
 
     # --- Drafter protocol --------------------------------------------------------------------------------------------
 
-    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int) -> None:
+    def prefill(self, feedback: Tensor, tokens: Tensor, slot: Tensor, start: int | Tensor) -> None:
         """See ``Drafter.prefill``. Rows that the windows would push out again are not computed."""
         rows, extent = feedback.shape[0], self.geometry.sliding_window
         kept = min(rows, extent)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.checkpoint.weights import Weights
 from specdec.ops.block_quantisation import fp4_ue8m0
+from specdec.ops.sink_attention import Groups, attends_in_place
 
 from .geometry import Geometry
 from .linear import Linear
@@ -31,10 +32,11 @@ _KEYS_AT_ONCE = 8192
 @frozen(kw_only=True, eq=False)
 class Selected:
     """What the layers that share a selection attend to beside their windows: keys [P, k, d], finite everywhere, and the bias
-    [P, 1, n + k] of window and selection."""
+    [P, 1, n + k] of window and selection; or, where a kernel reads them in place, which groups they are."""
 
-    keys: Tensor
-    bias: Tensor
+    keys: Tensor | None = None
+    bias: Tensor | None = None
+    groups: Groups | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -83,6 +85,8 @@ class Indexer:
         groups = torch.arange(total, device=x.device)
         if total <= g.index_topk:
             # every row fits; the blocks of all of them are candidates too
+            if attends_in_place(x):
+                return self._groups(rows, total), candidates
             return self._gather(groups.expand(rows.count, total), groups < complete, rows), candidates
         scores = self._scores(x, qr, rows)
         hidden = groups >= complete
@@ -93,7 +97,10 @@ class Indexer:
             candidates = candidate_rows(scores, complete, size=g.candidate_block_size, count=g.candidate_topk_blocks)
         best = torch.sort(scores, dim=-1, descending=True, stable=True)
         ids, values = best.indices[:, : g.index_topk], best.values[:, : g.index_topk]
-        return self._gather(ids, values > float("-inf"), rows), candidates
+        counted = values > float("-inf")
+        if attends_in_place(x):
+            return self._groups(rows, ids.shape[1], ids, counted), candidates
+        return self._gather(ids, counted, rows), candidates
 
     def _scores(self, x: Tensor, qr: Tensor, rows: Rows) -> Tensor:
         """[P, C] in the dtype of x; anything for groups that are not complete, whose keys may be anything."""
@@ -110,6 +117,20 @@ class Indexer:
             matched = torch.bmm(heads, piece.transpose(1, 2)).relu_().view(-1, g.index_n_heads, piece.shape[1])
             pieces.append((matched * weights).sum(1))
         return lay.by_row(torch.cat(pieces, dim=-1).view(lanes, lay.width, -1))
+
+    def _groups(self, rows: Rows, most: int, ids: Tensor | None = None, counted: Tensor | None = None) -> Selected:
+        """See ``Groups``."""
+        groups = Groups(
+            store=rows.store,
+            entries=rows.store.paged(f"compressed_r{self.ratio}", self.layer),
+            slots=rows.lay.slots,
+            complete=rows.complete[self.ratio],
+            ratio=self.ratio,
+            most=most,
+            ids=ids,
+            counted=counted,
+        )
+        return Selected(groups=groups)
 
     def _gather(self, ids: Tensor, counted: Tensor, rows: Rows) -> Selected:
         """ids: [P, k] int64 groups; counted: [P, k], False where there are fewer."""

@@ -11,21 +11,15 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-import torch.nn.functional as F
 from attrs import frozen
-from torch import Tensor
 
 from specdec.checkpoint.mixtures import build_mixture
 from specdec.checkpoint.weights import Weights
 from specdec.ops.block_quantisation import fp8_ue8m0
-from specdec.ops.moe import Mixture, SharedExpert, clamped_swiglu, route_biased
+from specdec.ops.moe import BiasedRouter, Mixture, SharedExpert, clamped_swiglu
 
 from .geometry import Geometry
 from .linear import quantised
-
-# Above this a softplus equals its argument in float64; the default of torch, 20, leaves 2e-9.
-_LINEAR_FROM = 40.0
 
 
 def load_mixture(weights: Weights, geometry: Geometry, *, experts: int, top_k: int) -> Mixture:
@@ -59,14 +53,7 @@ def _load_shared(weights: Weights, geometry: Geometry) -> SharedExpert:
 
 
 @frozen(kw_only=True, eq=False)
-class Router:
+class Router(BiasedRouter):
     """Scores √softplus; bias [E], in the accumulate dtype, takes part in the selection only."""
 
-    bias: Tensor
-    top_k: int
-    scale: float
-
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [T, E] in the accumulate dtype → ids [T, k] int64 and weights [T, k]; ties take the lower id."""
-        scores = torch.sqrt(F.softplus(logits, threshold=_LINEAR_FROM))
-        return route_biased(scores, self.bias, top_k=self.top_k, scale=self.scale)
+    score: str = "sqrt_softplus"

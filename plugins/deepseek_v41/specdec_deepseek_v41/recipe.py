@@ -37,6 +37,7 @@ RECIPE = Recipe(
     embedded_checkpoint="specdec_deepseek_v41:tiny",
     profiles="specdec_deepseek_v41:profiles.json",
     inventories="specdec_deepseek_v41.inventory:inventories",
+    memory="specdec_deepseek_v41.memory:declare",
     sources=(
         (
             "default_draft_tokens",

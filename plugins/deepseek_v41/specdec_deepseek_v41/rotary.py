@@ -15,7 +15,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from specdec.ops.rope import rotate_pairs
+
 from .geometry import Geometry
+
+__all__ = ["RotaryTable", "Rotation", "compressed_frequencies", "plain_frequencies", "rotate"]
+
+# the pairing of this model
+rotate = rotate_pairs
 
 
 @frozen(kw_only=True, eq=False)
@@ -71,17 +78,3 @@ def compressed_frequencies(geometry: Geometry, dtype: torch.dtype) -> Tensor:
 
 def _frequencies(theta: float, size: int, dtype: torch.dtype) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, size, 2).to(dtype) / size)
-
-
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotates the trailing dimensions of x in place and returns it: x is a projection's result, which nobody else reads.
-
-    x: [..., n] with adjacent elements in the last axis; turns: complex, broadcastable to [..., rotated / 2]. Arithmetic in the
-    accumulate dtype, rounded once.
-    """
-    tail = x[..., x.shape[-1] - 2 * turns.shape[-1] :]
-    wide = tail.to(turns.real.dtype)  # tail itself unless x is half precision
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(turns)
-    if wide.dtype != x.dtype:
-        tail.copy_(torch.view_as_real(pairs).flatten(-2))
-    return x

@@ -22,7 +22,7 @@ from specdec.ops.norms import rms_norm
 from specdec.round.allocation import PackedRows
 from specdec.round.row_target import RowTarget
 
-from .attention import Projections, attend
+from .attention import Projections, attend_rows
 from .compressor import Compressor
 from .engram import Engram
 from .engram_vocabulary import load_compressed_ids
@@ -191,10 +191,8 @@ class DeepseekTarget(RowTarget):
                 layer.compressor(x, rows)
             if layer.indexer is not None:
                 selected, candidates = layer.indexer(x, qr, rows, candidates)
-            keys, bias = rows.windows(index, row), rows.bias
-            if layer.compressed and selected is not None:
-                keys, bias = torch.cat([keys, selected.keys], dim=1), selected.bias
-            attended = attend(q.unsqueeze(1), keys, bias, layer.attention.sink).squeeze(1)
+            beside = selected if layer.compressed else None
+            attended = attend_rows(q, row, rows, index, beside, layer.attention.sink)
             streams = expand(streams, layer.attention.write_back(attended, rotation), post, comb)
             pre, post, comb = layer.forward_mixer.mixes(streams)
             x = rms_norm(collapse(streams, read), layer.forward_scale, g.rms_norm_eps)

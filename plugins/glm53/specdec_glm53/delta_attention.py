@@ -17,8 +17,9 @@ from torch import Tensor
 
 from specdec.checkpoint.weights import Weights
 from specdec.ops.channel_delta_rule import channel_delta_rule_chunks, channel_delta_rule_rows
-from specdec.ops.norms import rms, unit_norm
-from specdec.ops.short_conv import short_conv
+from specdec.ops.delta_gates import channel_gates
+from specdec.ops.norms import gated_rms_norm, unit_norm
+from specdec.ops.short_conv import silu_conv
 from specdec.state.store import StateStore
 
 from .geometry import Geometry
@@ -86,13 +87,12 @@ class DeltaAttention:
             store.write_window("kda_conv", layer, slots, extended[:, rows:])
         else:
             store.write_candidates("kda_conv", layer, slots, qkv)
-        mixed = F.silu(short_conv(extended, self.taps, rows)).to(x.dtype).view(batch, rows, 3, heads, dim)
+        mixed = silu_conv(extended, self.taps, rows, rounds_first=False).view(batch, rows, 3, heads, dim)
         unit = unit_norm(mixed[:, :, :2], UNIT_EPS)
-        precise = unit.dtype
-        q, k, v = unit[:, :, 0] * dim**-0.5, unit[:, :, 1], mixed[:, :, 2].to(precise)
-        raw = F.linear(forget, self.forget_up).view(batch, rows, heads, dim).to(precise)
-        log_decay = g.linear_lower_bound * torch.sigmoid(torch.addcmul(self.shift, raw, self.rate))
-        beta = torch.sigmoid(b.to(precise)).view(batch, rows, heads)
+        q, k, v = unit[:, :, 0] * dim**-0.5, unit[:, :, 1], mixed[:, :, 2].to(unit.dtype)
+        raw = F.linear(forget, self.forget_up).view(batch, rows, heads, dim)
+        b = b.view(batch, rows, heads)
+        log_decay, beta = channel_gates(raw, b, self.rate, self.shift, g.linear_lower_bound)
         state = store.read_column("kda_state", layer, column)
         if prompt:
             out, last = channel_delta_rule_chunks(state, q, k, v, log_decay, beta)
@@ -100,6 +100,6 @@ class DeltaAttention:
         else:
             out, states = channel_delta_rule_rows(state, q, k, v, log_decay, beta)
         store.write_columns("kda_state", layer, slots, states)
-        normed = rms(out.to(x.dtype).reshape(batch * rows, heads, dim), g.rms_norm_eps) * self.norm
-        opened = torch.sigmoid(F.linear(gate, self.gate_up).to(precise)).view(batch * rows, heads, dim)
-        return F.linear((normed * opened).to(x.dtype).flatten(1), self.output)
+        opened = F.linear(gate, self.gate_up).view(batch * rows, heads, dim)
+        gated = gated_rms_norm(out.reshape(batch * rows, heads, dim), opened, self.norm, g.rms_norm_eps, "sigmoid")
+        return F.linear(gated.flatten(1), self.output)

@@ -98,10 +98,15 @@ class IndexedAttention:
         queries = F.linear(latent, self.queries if plan.select else self.queries[: g.query_width])
         heads = queries[:, : g.query_width].unflatten(-1, (g.num_attention_heads, -1)).transpose(0, 1)
         absorbed = torch.bmm(heads, self.keys)
-        if plan.gather:
-            attended = self._attend_gathered(absorbed, self._choose(queries, x, plan, layer), plan, layer)
+        chosen = self._choose(queries, x, plan, layer) if plan.select else None
+        rows = absorbed.unflatten(1, (plan.batch, plan.rows)).permute(1, 2, 0, 3)
+        found = plan.attend(rows, "latents", layer, chosen, scale=self._scale, shared=True)
+        if found is not None:
+            attended = found.permute(2, 0, 1, 3).flatten(1, 2)
+        elif chosen is not None and plan.gather:
+            attended = self._attend_gathered(absorbed, chosen, plan, layer)
         else:
-            visible = plan.visible(self._choose(queries, x, plan, layer)) if plan.select else plan.causal
+            visible = plan.causal if chosen is None else plan.visible(chosen)
             attended = self._attend_dense(absorbed, visible, plan, layer)
         return F.linear(torch.bmm(attended, self.values).transpose(0, 1).flatten(1), self.output)
 
@@ -125,11 +130,15 @@ class IndexedAttention:
     def _choose(self, queries: Tensor, x: Tensor, plan: RowPlan, layer: int) -> Chosen:
         g = self.geometry
         precise = self.head_weights.dtype
+        weights = F.linear(x.to(precise), self.head_weights)
+        heads = queries[:, g.query_width :].view(plan.batch, plan.rows, g.index_n_heads, g.index_head_dim)
+        found = plan.choose_scored(heads, weights, "group_keys", layer, factor=1.0)
+        if found is not None:
+            return found
         keys = plan.store.read_pages("group_keys", layer, plan.page_rows, plan.batch).to(precise)
-        index = queries[:, g.query_width :].to(precise).reshape(plan.batch, -1, g.index_head_dim)
+        index = heads.to(precise).reshape(plan.batch, -1, g.index_head_dim)
         matched = (index @ keys.transpose(1, 2)).relu().view(plan.batch * plan.rows, g.index_n_heads, -1)
-        weights = F.linear(x.to(precise), self.head_weights).unsqueeze(1)
-        return plan.choose(torch.bmm(weights, matched).view(plan.batch, plan.rows, -1))
+        return plan.choose(torch.bmm(weights.unsqueeze(1), matched).view(plan.batch, plan.rows, -1))
 
     def _attend_dense(self, q: Tensor, visible: Tensor, plan: RowPlan, layer: int) -> Tensor:
         """All pages of the context under a mask. q: [heads, B·T, kv rank] → the same shape."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.checkpoint.mixtures import build_mixture
 from specdec.checkpoint.weights import Weights
-from specdec.ops.moe import Mixture, SharedExpert, clamped_swiglu, route_biased
+from specdec.ops.moe import BiasedRouter, Mixture, SharedExpert, clamped_swiglu
 
 from .geometry import Geometry
 
@@ -56,16 +56,10 @@ def _load_shared(weights: Weights, geometry: Geometry) -> SharedExpert:
 
 
 @frozen(kw_only=True, eq=False)
-class Router:
+class Router(BiasedRouter):
     """Sigmoid scores; bias [E], in the accumulate dtype, takes part in the selection only."""
 
-    bias: Tensor
-    top_k: int
-    scale: float
-
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [T, E] in the accumulate dtype → ids [T, k] int64 and weights [T, k]; ties take the lower id."""
-        return route_biased(torch.sigmoid(logits), self.bias, top_k=self.top_k, scale=self.scale)
+    score: str = "sigmoid"
 
 
 @frozen(kw_only=True, eq=False)

@@ -35,6 +35,7 @@ RECIPE = Recipe(
     embedded_checkpoint="specdec_glm53:tiny",
     profiles="specdec_glm53:profiles.json",
     inventories="specdec_glm53.inventory:inventories",
+    memory="specdec_glm53.memory:declare",
     canonical_name="specdec.tensor_names:canonical_name",
     sources=(
         ("default_draft_tokens", "serving default of the recipe: widths one to six"),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from specdec.checkpoint.matrices import quantises_activations
+from specdec.checkpoint.quantisation import quantises_activations
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.weights import Weights, head_name, text_prefix
 from specdec.declaration import Recipe

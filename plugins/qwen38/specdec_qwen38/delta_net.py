@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
+from specdec.ops.delta_gates import head_gates
 from specdec.ops.delta_rule import delta_rule_chunks, delta_rule_rows
-from specdec.ops.norms import rms, unit_norm
-from specdec.ops.short_conv import short_conv
+from specdec.ops.norms import gated_rms_norm, unit_norm
+from specdec.ops.short_conv import silu_conv
 from specdec.state.store import StateStore
 
 from .geometry import Geometry
@@ -72,13 +73,12 @@ class DeltaNet:
             store.write_window("delta_conv", layer, slots, extended[:, rows:])
         else:
             store.write_candidates("delta_conv", layer, slots, qkv)
-        mixed = F.silu(short_conv(extended, self.taps, rows).to(m.dtype))
+        mixed = silu_conv(extended, self.taps, rows, rounds_first=True)
         heads = mixed[..., : 2 * g.key_width].view(batch, rows, 2, key_heads, g.linear_key_head_dim)
         unit = unit_norm(heads, UNIT_EPS)
         q, k = unit[:, :, 0] * g.linear_key_head_dim**-0.5, unit[:, :, 1]
         v = mixed[..., 2 * g.key_width :].to(q.dtype).view(batch, rows, key_heads, -1)
-        log_decay = (self.rate * F.softplus(a.to(q.dtype) + self.bias)).view(batch, rows, key_heads, group)
-        beta = torch.sigmoid(b).to(q.dtype).view(batch, rows, key_heads, group)
+        log_decay, beta = (x.view(batch, rows, key_heads, group) for x in head_gates(a, b, self.rate, self.bias))
         if column is None:
             state = store.read_row("delta_state", layer, slots)
         else:
@@ -88,21 +88,20 @@ class DeltaNet:
             self._keep(store, layer, slots, last, column)
         else:
             decay = log_decay.exp()
-            result = delta_rule_rows(state, q, k, v, decay, beta)
+            recorded = column is None and rows > 1
+            result = delta_rule_rows(state, q, k, v, decay, beta, keep_states=not recorded)
             out = result.outputs
             if column is not None:
                 store.write_columns("delta_state", layer, slots, torch.stack(result.states, dim=1))
-            elif rows == 1:
+            elif not recorded:
                 # nothing can be rejected: the live matrix is updated directly
                 self._keep(store, layer, slots, result.states[0], column)
             else:
                 store.write_records("delta_corrections", layer, slots, result.corrections)
                 store.write_records("delta_keys", layer, slots, k)
                 store.write_records("delta_decays", layer, slots, decay)
-        normed = rms(out.to(m.dtype).reshape(batch * rows, -1, g.linear_value_head_dim), g.rms_norm_eps).to(m.dtype)
-        gate = z.reshape(batch * rows, -1, g.linear_value_head_dim).to(q.dtype)
-        gate = torch.sigmoid(gate) if g.output_gate_type == "sigmoid" else F.silu(gate)
-        gated = ((normed * self.norm).to(q.dtype) * gate).to(m.dtype)
+        out, z = (x.reshape(batch * rows, -1, g.linear_value_head_dim) for x in (out, z))
+        gated = gated_rms_norm(out, z, self.norm, g.rms_norm_eps, g.output_gate_type)
         return F.linear(gated.flatten(1), self.output)
 
     @staticmethod

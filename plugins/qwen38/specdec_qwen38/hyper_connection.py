@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
+from specdec.ops.gated_residual import read_streams
 from specdec.ops.norms import rms_norm
 
 from .weights import Weights
@@ -50,9 +51,8 @@ class HyperConnection:
         """streams: [T, S, H] → block input m [T, H] and injection weights [T, S, 1] (empty for a final mixer)."""
         normed = rms_norm(streams, self.scale, self.eps)
         low = F.linear(normed.flatten(1), self.down)
-        gate = torch.sigmoid(F.linear(F.silu(low[:, : self.rank]), self.up)).view_as(normed)
-        inject = 2 * torch.sigmoid(low[:, self.rank :])
-        return (gate * normed).mean(1), inject.unsqueeze(-1)
+        m, inject = read_streams(normed, F.linear(F.silu(low[:, : self.rank]), self.up), low[:, self.rank :])
+        return m, inject.unsqueeze(-1)
 
 
 def combine(streams: Tensor, block: Tensor, inject: Tensor) -> Tensor:

@@ -5,10 +5,8 @@ Target experts whose configuration says NVFP4 quantise activations too (W4A4); t
 
 from __future__ import annotations
 
-from functools import partial
-
 from specdec.checkpoint.mixtures import build_mixture
-from specdec.ops.moe import Mixture, SharedExpert, route_softmax, swiglu
+from specdec.ops.moe import Mixture, SharedExpert, SoftmaxRouter, swiglu
 
 from .weights import Weights
 
@@ -19,7 +17,7 @@ def load_mixture(weights: Weights, *, quantised_activations: bool) -> Mixture:
     return build_mixture(
         weights.experts("experts", count=g.num_experts, hidden=g.hidden_size, inner=g.moe_intermediate_size),
         router=weights.matrix("gate.weight", g.num_experts, g.hidden_size),
-        route=partial(route_softmax, top_k=g.num_experts_per_tok),
+        route=SoftmaxRouter(top_k=g.num_experts_per_tok),
         activation=swiglu,
         shared=load_shared(weights),
         quantised_activations=quantised_activations,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.ops.norms import rms_norm
-from specdec.ops.short_conv import short_conv
+from specdec.ops.short_conv import silu_conv
 from specdec.state.store import StateStore
 
 from .geometry import Geometry
@@ -181,5 +181,5 @@ class NgramEmbedding:
             store.write_window("ngram_conv", layer, slots, history[:, rows:])
         else:
             store.write_candidates("ngram_conv", layer, slots, normed)
-        convolved = F.silu(short_conv(history, self.taps, rows, dilation=g.ngram_size).to(streams.dtype))
+        convolved = silu_conv(history, self.taps, rows, dilation=g.ngram_size, rounds_first=True)
         return injected + convolved.view_as(streams)

@@ -34,6 +34,7 @@ RECIPE = Recipe(
     embedded_checkpoint="specdec_qwen38:tiny",
     profiles="specdec_qwen38:profiles.json",
     inventories="specdec_qwen38.inventory:inventories",
+    memory="specdec_qwen38.memory:declare",
     canonical_name="specdec.tensor_names:canonical_name",
     sources=(
         ("default_draft_tokens", "serving default of the recipe: widths one to six"),

@@ -125,10 +125,14 @@ class SparseAttention:
         split = [g.query_width + g.kv_width, g.kv_width, g.query_width, g.index_width]
         qk, v, gate, index = projected.split(split, dim=-1)
         queries = self._store(qk, v, index, plan, layer)
-        if plan.gather:
-            attended = self._attend_gathered(queries, self._choose(index, plan, layer), plan, layer)
+        chosen = self._choose(index, plan, layer) if plan.select else None
+        found = plan.attend(queries, "kv", layer, chosen, scale=g.head_dim**-0.5)
+        if found is not None:
+            attended = found.flatten(2)
+        elif chosen is not None and plan.gather:
+            attended = self._attend_gathered(queries, chosen, plan, layer)
         else:
-            visible = plan.visible(self._choose(index, plan, layer)) if plan.select else plan.causal
+            visible = plan.causal if chosen is None else plan.visible(chosen)
             attended = self._attend_dense(queries, visible, plan, layer)
         return F.linear((attended * torch.sigmoid(gate)).flatten(0, 1), self.output)
 
@@ -167,6 +171,9 @@ class SparseAttention:
         g = self.geometry
         iq = index[..., : -g.indexer_head_dim].unflatten(-1, (g.indexer_n_heads, g.indexer_head_dim))
         iq = apply_rope(rms_norm(iq, self.index_query_scale, g.rms_norm_eps), plan.cos, plan.sin)
+        found = plan.choose_scored(iq, None, "group_keys", layer, factor=g.indexer_head_dim**-0.5)
+        if found is not None:
+            return found
         keys = plan.store.read_pages("group_keys", layer, plan.page_rows, plan.batch)
         precise = accumulate_dtype(iq.dtype)
         scores = iq.flatten(1, 2).to(precise) @ keys.to(precise).transpose(1, 2)

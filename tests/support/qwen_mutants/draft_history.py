@@ -9,7 +9,7 @@ import torch
 from mutants import mutant, override
 from torch import Tensor
 
-from specdec.round import transaction
+from specdec.sampling.sampler import ReferenceSampler
 from specdec.state.store import StateStore
 from specdec.testing.conformance import Bench
 from specdec_qwen38.drafter import MtpDrafter
@@ -41,7 +41,7 @@ def feedback_is_the_row_of_the_accepted_count(bench: Bench, patch: pytest.Monkey
 
         return broken
 
-    override(patch, transaction, "chain_verify", make)
+    override(patch, ReferenceSampler, "verify", make)
 
     def broken(lanes: Any, taken: Tensor) -> None:
         commit(lanes, taken)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.round import transaction
 from specdec.round.completion import Finish
+from specdec.sampling.sampler import ReferenceSampler
 from specdec.state.requests import BUDGET, FINISH, GENERATED, NO_STOP, REQUEST, RequestTable
 from specdec.testing.conformance import Bench
 
@@ -120,10 +121,12 @@ def the_budget_is_not_clipped(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     # what may be offered goes by the budget too, and would hide the missing clip
     override(
         patch,
-        transaction,
-        "chain_verify",
+        ReferenceSampler,
+        "verify",
         lambda verify: (
-            lambda tokens, q, p, u, offered=None: verify(tokens, q, p, u, torch.full_like(offered, tokens.shape[1]))
+            lambda self, tokens, q, p, words, offered=None: verify(
+                self, tokens, q, p, words, torch.full_like(offered, tokens.shape[1])
+            )
         ),
     )
 

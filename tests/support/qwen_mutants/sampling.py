@@ -10,6 +10,9 @@ from mutants import mutant, override
 from torch import Tensor
 
 from specdec.round import transaction
+from specdec.sampling.law import law
+from specdec.sampling.philox import TARGET_DOMAIN
+from specdec.sampling.sampler import ReferenceSampler, RoundWords
 from specdec.state.requests import GENERATED, RequestTable
 from specdec.testing.conformance import Bench
 
@@ -35,20 +38,15 @@ def words_follow_the_generated_count(bench: Bench, patch: pytest.MonkeyPatch) ->
     seen = _last_lanes(patch)
     override(
         patch,
-        transaction,
-        "round_uniforms",
-        lambda uniforms: lambda seed, consumed, deepest: uniforms(seed, seen["lanes"].integers[:, GENERATED], deepest),
+        RoundWords,
+        "of",
+        lambda of: lambda seed, consumed, deepest: of(seed, seen["lanes"].integers[:, GENERATED], deepest),
     )
 
 
 @mutant("test_every_draw_uses_the_words_of_its_position")
 def drafts_and_target_share_words(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    override(
-        patch,
-        transaction,
-        "round_uniforms",
-        lambda uniforms: lambda *args: (uniforms(*args)[0],) * 2,
-    )
+    override(patch, RoundWords, "uniforms", lambda uniforms: lambda self, domain: uniforms(self, TARGET_DOMAIN))
 
 
 @mutant("test_abandoned_rounds_leave_no_mark")
@@ -56,11 +54,9 @@ def words_follow_the_rounds_that_ran(bench: Bench, patch: pytest.MonkeyPatch) ->
     count = iter(range(1 << 40))
     override(
         patch,
-        transaction,
-        "round_uniforms",
-        lambda uniforms: (
-            lambda seed, consumed, deepest: uniforms(seed, torch.full_like(consumed, next(count)), deepest)
-        ),
+        RoundWords,
+        "of",
+        lambda of: lambda seed, consumed, deepest: of(seed, torch.full_like(consumed, next(count)), deepest),
     )
 
 
@@ -68,20 +64,19 @@ def words_follow_the_rounds_that_ran(bench: Bench, patch: pytest.MonkeyPatch) ->
 def drafts_use_the_global_generator(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     override(
         patch,
-        transaction,
-        "round_uniforms",
-        lambda uniforms: lambda *args: (lambda target, draft: (target, torch.rand_like(draft)))(*uniforms(*args)),
+        RoundWords,
+        "uniforms",
+        lambda uniforms: (
+            lambda self, domain: (
+                uniforms(self, domain) if domain == TARGET_DOMAIN else torch.rand_like(uniforms(self, domain))
+            )
+        ),
     )
 
 
 @mutant("test_same_seed_gives_same_tokens_anywhere")
 def words_depend_on_the_lane(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    override(
-        patch,
-        transaction,
-        "round_uniforms",
-        lambda uniforms: lambda seed, *rest: uniforms(seed + torch.arange(seed.shape[0]), *rest),
-    )
+    override(patch, RoundWords, "of", lambda of: lambda seed, *rest: of(seed + torch.arange(seed.shape[0]), *rest))
 
 
 @mutant("test_emitted_law_with_good_drafts")
@@ -107,7 +102,7 @@ def drafts_are_drawn_from_rounded_logits(bench: Bench, patch: pytest.MonkeyPatch
     def make(draw: Any) -> Any:
         def broken(self: Any, depth: int, logits: Tensor) -> Tensor:
             token = draw(self, depth, (logits * 16).round() / 16)
-            self.probs[:, depth] = transaction.law(logits, self.params, self.vocab_size)
+            self.probs[:, depth] = law(logits, self.params, self.vocab_size)
             return token
 
         return broken
@@ -160,9 +155,9 @@ def padding_ids_are_tokens(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 def ties_take_the_highest_id(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     override(
         patch,
-        transaction,
+        ReferenceSampler,
         "law",
-        lambda law: lambda logits, *args: law(logits.flip(-1), *args).flip(-1),
+        lambda law: lambda self, logits, *args: law(self, logits.flip(-1), *args).flip(-1),
     )
 
 
@@ -194,7 +189,7 @@ def a_broken_row_gives_token_zero(bench: Bench, patch: pytest.MonkeyPatch) -> No
     """NaN in the target's law is papered over."""
     override(
         patch,
-        transaction,
+        ReferenceSampler,
         "law",
         lambda law: lambda *args: (lambda p: p + (p.sum(-1, keepdim=True) == 0))(torch.nan_to_num(law(*args), nan=0.0)),
     )

@@ -5,7 +5,8 @@ import torch
 from attrs import evolve
 
 from specdec.checkpoint import Checkpoint, nvfp4
-from specdec.checkpoint.matrices import load_experts, load_matrix, quantisation_of
+from specdec.checkpoint.matrices import load_experts, load_matrix
+from specdec.checkpoint.quantisation import quantisation_of
 from specdec.checkpoint.storages import storage_of
 from specdec.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from specdec.round.temperature_proposers import BoundedProposer, GumbelProposer
 from specdec.sampling.gumbel import draft_noise
 from specdec.sampling.law import LawParams
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.philox import round_uniforms
+from specdec.sampling.sampler import ReferenceSampler, RoundWords
 from specdec.testing import CapturableGuard
 from specdec.testing.conformance.oracles import chi_square
 
@@ -29,7 +29,8 @@ def proposer(
     seed, consumed = torch.arange(first, first + lanes), torch.full((lanes,), 9)
     common = {
         "params": LawParams.of([sampling or SamplingParams(temperature=0.8)] * lanes),
-        "uniforms": round_uniforms(seed, consumed, MOST)[1],
+        "sampler": ReferenceSampler(),
+        "words": RoundWords.of(seed, consumed, MOST),
         "tokens": torch.zeros(lanes, DRAFTS, dtype=torch.int64),
         "probs": torch.zeros(lanes, DRAFTS, vocab),
         "vocab_size": vocab,
@@ -142,6 +143,7 @@ def test_a_lane_draws_the_same_in_any_batch(kind: str) -> None:
 def test_drawing_passes_the_guard(kind: str) -> None:
     one, rows = proposer(kind, 40, lanes=2), torch.randn(2, 40)
     seed, consumed = torch.arange(2), torch.full((2,), 9)
+    one.words.uniforms(1)  # kept by the words, which a round makes and drops
     with CapturableGuard() as guard:
         draft_noise(seed, consumed, drafts=DRAFTS, vocab_size=40, max_draft_tokens=MOST)
         one.draw(0, rows)

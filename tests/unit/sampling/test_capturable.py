@@ -6,10 +6,17 @@ import torch
 from specdec.sampling.chain import chain_verify, resolve_empty, sample
 from specdec.sampling.law import LawParams, law
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.philox import philox_words, round_uniforms, uniforms
+from specdec.sampling.philox import DRAFT_DOMAIN, TARGET_DOMAIN, philox_words, uniforms
+from specdec.sampling.sampler import RoundWords
 from specdec.testing import CapturableGuard
 
 MOST = 7
+
+
+def round_uniforms(seed, consumed):
+    """Uniforms of a round in the target and the draft domain."""
+    words = RoundWords.of(seed, consumed, MOST)
+    return words.uniforms(TARGET_DOMAIN), words.uniforms(DRAFT_DOMAIN)
 
 
 class Buffers:
@@ -33,7 +40,7 @@ class Buffers:
 def sampling_round(b, vocab_size=None):
     """Draft laws, drafts, target laws, verification: the sampling part of a round."""
     drafts = b.draft_logits.shape[1]
-    target_u, draft_u = round_uniforms(b.seed, b.consumed, MOST)
+    target_u, draft_u = round_uniforms(b.seed, b.consumed)
     draft_probs = law(b.draft_logits, b.law, vocab_size) if drafts else b.draft_logits
     tokens = sample(draft_probs, draft_u[:, :drafts])
     target_probs = law(b.target_logits, b.law, vocab_size)
@@ -70,7 +77,7 @@ def test_operation_counts_stay_small():
         "sample": (lambda: sample(probs, u), 90),
         "chain_verify": (lambda: chain_verify(tokens, draft_probs, target_probs, target_u, b.counts), 155),
         "law": (lambda: law(b.target_logits, b.law), 75),
-        "round_uniforms": (lambda: round_uniforms(b.seed, b.consumed, MOST), 115),
+        "round_uniforms": (lambda: round_uniforms(b.seed, b.consumed), 115),
     }
     for name, (function, most) in counted.items():
         with CapturableGuard() as guard:
@@ -109,11 +116,11 @@ def test_a_captured_graph_gives_the_eager_tokens(drafts, lanes, vocab):
 @pytest.mark.parametrize("vocab", [5, 6, 512, 4097, 4100, 151_936])
 def test_chain_and_words_are_bit_equal_on_both_devices(vocab):
     b = Buffers(4, 5, vocab)
-    target_u, draft_u = round_uniforms(b.seed, b.consumed, MOST)
+    target_u, draft_u = round_uniforms(b.seed, b.consumed)
     draft_probs, target_probs = law(b.draft_logits, b.law), law(b.target_logits, b.law)
     tokens = sample(draft_probs, draft_u[:, :5])
     here = chain_verify(tokens, draft_probs, target_probs, target_u, b.counts)
-    gpu_target_u, gpu_draft_u = round_uniforms(b.seed.cuda(), b.consumed.cuda(), MOST)
+    gpu_target_u, gpu_draft_u = round_uniforms(b.seed.cuda(), b.consumed.cuda())
     assert torch.equal(gpu_target_u.cpu(), target_u) and torch.equal(gpu_draft_u.cpu(), draft_u)
     there = chain_verify(tokens.cuda(), draft_probs.cuda(), target_probs.cuda(), gpu_target_u, b.counts.cuda())
     assert torch.equal(sample(draft_probs.cuda(), gpu_draft_u[:, :5]).cpu(), tokens)

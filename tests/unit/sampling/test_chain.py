@@ -139,8 +139,16 @@ def ragged(rng, lanes, drafts, vocab):
     return [torch.from_numpy(x) for x in (tokens, draft, target, u, counts)]
 
 
+def with_dummy_columns(tokens, draft, target, count):
+    """One row as the kernel is told of `count` drafts among K: four columns without mass, whose first id stands for the rest."""
+    drafts, vocab = draft.shape
+    target, draft = (np.concatenate([rows, np.zeros((len(rows), 4), F32)], 1) for rows in (target, draft))
+    draft[count:] = 0
+    return target, draft, [*tokens[:count], *[vocab] * (drafts - count)]
+
+
 @pytest.mark.parametrize(("drafts", "vocab"), [(1, 9), (3, 100), (5, 512), (7, 4100)])
-def test_draft_counts_equal_one_row_calls(drafts, vocab):
+def test_draft_counts_equal_kernel_rows_with_dummy_drafts(drafts, vocab):
     rng = np.random.default_rng(drafts)
     tokens, draft, target, u, counts = ragged(rng, 2 * drafts + 3, drafts, vocab)
     # What lies beyond a lane's count is rubbish that must not matter.
@@ -150,14 +158,25 @@ def test_draft_counts_equal_one_row_calls(drafts, vocab):
         target[lane, count + 1 :] = float("nan")
     together = unpack(chain_verify(tokens, draft, target, u, counts))
     for lane, count in enumerate(counts.tolist()):
-        rows = slice(lane, lane + 1)
-        alone = unpack(chain_verify(tokens[rows, :count], draft[rows, :count], target[rows, : count + 1], u[rows]))[0]
-        literal = oracle.chain(
-            target[lane].numpy(), draft[lane].numpy(), tokens[lane, :count].tolist(), u[lane].numpy()
-        )
-        assert alone == literal
-        assert together[lane] == (alone[0] + [-1] * (drafts - count), *alone[1:])
+        row = with_dummy_columns(tokens[lane].tolist(), draft[lane].numpy(), target[lane].numpy(), count)
+        assert together[lane] == oracle.chain(*row, u[lane].numpy())
         assert together[lane][2] <= together[lane][1] <= count
+        assert together[lane][3] == drafts + 1 + (together[lane][2] < drafts)
+
+
+@pytest.mark.parametrize(("drafts", "vocab"), [(3, 100), (7, 4100)])
+def test_draft_counts_keep_the_law_of_a_row_of_their_own(drafts, vocab):
+    """A lane with fewer drafts accepts what a row of its own count accepts, and draws the next token from the same weights; only
+    the word of that draw is another."""
+    tokens, draft, target, u, counts = ragged(np.random.default_rng(drafts), 2 * drafts + 3, drafts, vocab)
+    together = unpack(chain_verify(tokens, draft, target, u, counts))
+    for lane, count in enumerate(counts.tolist()):
+        own_u = u[lane].numpy().copy()
+        alone = oracle.chain(target[lane].numpy(), draft[lane].numpy(), tokens[lane, :count].tolist(), own_u)
+        own_u[alone[3] - 1] = own_u[together[lane][3] - 1]
+        moved = oracle.chain(target[lane].numpy(), draft[lane].numpy(), tokens[lane, :count].tolist(), own_u)
+        assert together[lane][:3] == (moved[0] + [-1] * (drafts - count), *moved[1:3])
+        assert together[lane][1:3] == alone[1:3]
 
 
 def test_full_draft_counts_equal_none():
@@ -266,7 +285,7 @@ def test_only_empty_residuals_are_resolved():
     counts = torch.tensor([1, 1, 1, 1, 1, 0])
     outcome = chain_verify(tokens, draft, target, u, counts)
     assert outcome.accepted.tolist() == [0, 0, 0, 0, 1, 0]
-    assert outcome.words.tolist() == [3, 3, 3, 3, 2, 1]
+    assert outcome.words.tolist() == [3, 3, 3, 3, 2, 3]
     assert outcome.empty.tolist() == [True, False, False, False, False, False]
     assert resolve_empty(outcome, tokens).tokens.tolist() == [[2, -1], [-1, -1], [-1, -1], [-1, -1], [2, -1], [-1, -1]]
 

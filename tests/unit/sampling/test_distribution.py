@@ -8,7 +8,8 @@ import torch
 from specdec.sampling.chain import chain_verify, resolve_empty, sample
 from specdec.sampling.law import LawParams, law
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.philox import round_uniforms
+from specdec.sampling.philox import DRAFT_DOMAIN, TARGET_DOMAIN
+from specdec.sampling.sampler import RoundWords
 
 LANES, VOCAB, DRAFTS = 40_000, 8, 3
 
@@ -30,7 +31,8 @@ def chi_square(tokens, expected):
 
 
 def lane_uniforms(consumed=0):
-    return round_uniforms(torch.arange(LANES), torch.full((LANES,), consumed), DRAFTS)
+    words = RoundWords.of(torch.arange(LANES), torch.full((LANES,), consumed), DRAFTS)
+    return words.uniforms(TARGET_DOMAIN), words.uniforms(DRAFT_DOMAIN)
 
 
 def laws(temperature, **filters):

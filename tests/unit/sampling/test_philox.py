@@ -12,9 +12,9 @@ from specdec.sampling.philox import (
     philox_block,
     philox_words,
     round_offsets,
-    round_uniforms,
     uniforms,
 )
+from specdec.sampling.sampler import RoundWords
 
 
 def as_int64(pattern: int) -> int:
@@ -139,9 +139,10 @@ def test_uniform_mapping_everywhere(words):
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 7])
-def test_round_uniforms_follow_the_offset_law(most):
+def test_uniforms_of_a_round_follow_the_offset_law(most):
     seeds, consumed = [3, 2**63 - 1, 3], [0, 123_456, 1]
-    target_u, draft_u = round_uniforms(torch.tensor(seeds), torch.tensor(consumed), most)
+    words = RoundWords.of(torch.tensor(seeds), torch.tensor(consumed), most)
+    target_u, draft_u = words.uniforms(TARGET_DOMAIN), words.uniforms(DRAFT_DOMAIN)
     assert target_u.shape == draft_u.shape == (3, most + 2)
     for lane, (seed, n) in enumerate(zip(seeds, consumed, strict=True)):
         assert target_u[lane].tolist() == oracle.draws(seed, n * (most + 2), most + 2).tolist()

@@ -47,7 +47,7 @@ def test_every_pass_counts_and_the_warm_up_does_not(arms: list[Arm]) -> None:
 
 def test_the_order_of_arms_alternates(arms: list[Arm], monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, bool]] = []
-    monkeypatch.setattr(module, "run_arm", lambda arm, _, counted=True: order.append((arm.name, counted)))
+    monkeypatch.setattr(module, "run_arm", lambda arm, _, counted=True, batch=1: order.append((arm.name, counted)))
     compare(arms[:2], requests(), passes=3)
     assert order == [
         *[("plain", False), ("0 drafts", False)],
@@ -74,3 +74,15 @@ def test_an_adaptive_arm_counts_like_the_others(prepared: Any) -> None:
     (plain,) = arms_for(prepared(), prepared(drafts=None), [None])
     compare([plain], requests())
     assert arm.outputs == plain.outputs
+
+
+def test_several_at_once_give_what_they_give_alone(prepared: Any) -> None:
+    """The second request ends with its first token, and the third takes its place while the first runs on."""
+    arms = arms_for(prepared(concurrency=2), prepared(drafts=None), [7])
+    alone = arms_for(prepared(), prepared(drafts=None), [7])
+    compare(arms, requests(), passes=2, batch=2)
+    compare(alone, requests(), passes=2)
+    assert arms[0].outputs == alone[0].outputs
+    assert arms[0].statistics.tokens_in_rounds == alone[0].statistics.tokens_in_rounds == 2 * (8 + 0 + 4)
+    assert arms[0].statistics.first_tokens == 6
+    assert len(arms[0].passes) == 2 and all(rate > 0 for rate in arms[0].passes)

@@ -15,7 +15,8 @@ from specdec.errors import CapacityError, ExitCode
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.serving.model import LoadedModel
-from specdec.serving.prefixes import TokenRun, checkpoint_pages, copy_rows, page_bytes, prefix_cache, snapshot_bytes
+from specdec.serving.prefixes import TokenRun, copy_rows, prefix_cache
+from specdec.snapshot_sizes import checkpoint_pages, page_bytes, snapshot_bytes
 from specdec.state.store import StateStore
 from specdec_qwen38.geometry import REAL
 from specdec_qwen38.state import drafter_layout, target_layout

@@ -17,9 +17,11 @@ from specdec.drafting.recursive import RecursiveDrafter
 from specdec.interfaces import Drafter
 from specdec.recipes import recipe_book
 from specdec.serving.model import embedded_checkpoint
-from specdec.testing.conformance.bench import Bench, replaced
+from specdec.testing.conformance.bench import Bench, altered_verification, replaced
 from specdec.testing.conformance.draws import Proposals
 from specdec.testing.conformance.driver import Driver
+from specdec.testing.conformance.near_ties import PlainText, follows
+from specdec.testing.conformance.precision import PRECISIONS, Precision
 from specdec.testing.conformance.prompts import lively_prompts
 from specdec.testing.conformance.states import assert_same_state, committed
 from specdec.testing.scripted import ScriptedDrafter
@@ -66,17 +68,42 @@ class Conformance:
         ``specdec.round.temperature_proposers`` does, in rounds of one lane other than in wider ones.
     ``interval_fields``
         state fields that describe the last round rather than the committed tokens; a prompt pass leaves other values in them.
-    ``tolerance``
-        relative and absolute difference of float64 states that two ways of computing them may have.
     ``context``
         most tokens of one request on the bench; at least 160.
+
+    Facts of one run, all class attributes; a plugin tests float64 on the CPU and, in further classes, what it is served with::
+
+        class TestExampleOnCuda(RoundConformance):
+            recipe = "example-1b"
+            device, dtype, near_tie = "cuda", "bfloat16", 0.1
+
+    ``device``
+        where models and rounds are. On CUDA devices rounds run as captured graphs, unless a test records or changes what
+        happens inside.
+    ``dtype``
+        of weights and activations: "float64", "float32" or "bfloat16".
+    ``near_tie``
+        in lower precision than float64, the difference of two logits of plain decoding below which another computation may choose
+        the other token; see ``near_ties``. Measure what rounding does to the logits of your checkpoint, and declare a few times
+        that; ``test_plain_outputs_are_worth_comparing`` fails if too many tokens are decided by less. Weights and choices
+        (experts, selected rows) that turn rounding into other text make comparisons short.
+    ``precision``
+        how far two ways of computing the same state may differ; that of the dtype in ``precision.PRECISIONS`` unless given. A
+        model that rounds activations to few codes needs a wider one in lower precision.
+    ``crowd_slots``, ``crowd_batches``
+        requests a round and runs of the tests that count outcomes; at least 3,072 outcomes.
     """
 
     recipe: ClassVar[str]
     draft_lag: ClassVar[int] = 1
     proposals: ClassVar[Proposals] = "filtered"
     interval_fields: ClassVar[tuple[str, ...]] = ("anchor",)
-    tolerance: ClassVar[float] = 1e-9
+    device: ClassVar[str] = "cpu"
+    dtype: ClassVar[str] = "float64"
+    near_tie: ClassVar[float] = 0.0
+    precision: ClassVar[Precision | None] = None
+    crowd_slots: ClassVar[int] = 64
+    crowd_batches: ClassVar[int] = 48
     context: ClassVar[int] = 192
     slots: ClassVar[int] = 4
     budget: ClassVar[int] = 40
@@ -86,6 +113,10 @@ class Conformance:
         replaced = [name for name in _UNTOUCHABLE if name in vars(cls)]
         if replaced:
             raise TypeError(f"{cls.__name__} replaces {', '.join(replaced)}, which keeps the suite honest; remove it")
+        if cls.dtype not in PRECISIONS:
+            raise TypeError(f"{cls.__name__}: dtype is {cls.dtype!r}, allowed: {', '.join(PRECISIONS)}")
+        if cls.near_tie and cls.dtype == "float64":
+            raise TypeError(f"{cls.__name__}: near_tie is {cls.near_tie:g}, but float64 decides every token; remove it")
 
     # --- what a plugin may override ----------------------------------------------------------------------------------
 
@@ -143,18 +174,18 @@ class Conformance:
     @pytest.fixture(scope="class")
     @classmethod
     def bench(cls, folder: Path) -> Bench:
-        """Float64, four slots: where rounds run."""
+        """Four slots: where rounds run."""
         return cls.build(folder)
 
     @pytest.fixture(scope="class")
     @classmethod
     def reference(cls, folder: Path) -> Bench:
-        """Float64, one slot: whole prompts and plain decoding, never a draft."""
+        """One slot: whole prompts and plain decoding, never a draft."""
         return cls.build(folder, slots=1)
 
     @pytest.fixture(scope="class")
     @classmethod
-    def plain(cls, reference: Bench) -> list[list[int]]:
+    def plain(cls, reference: Bench) -> list[PlainText]:
         """Greedy outputs of the four prompts by plain decoding."""
         return cls.plain_outputs(reference)
 
@@ -171,16 +202,25 @@ class Conformance:
     @classmethod
     @torch.inference_mode()
     def build(
-        cls, folder: Path, *, slots: int | None = None, context: int | None = None, dtype: str = "float64"
+        cls, folder: Path, *, slots: int | None = None, context: int | None = None, dtype: str | None = None
     ) -> Bench:
         """A bench on a checkpoint folder, passed through ``prepared``."""
-        bench = Bench.prepare(cls.recipe, folder, dtype=dtype, slots=slots or cls.slots, context=context or cls.context)
+        bench = Bench.prepare(
+            cls.recipe,
+            folder,
+            dtype=dtype or cls.dtype,
+            slots=slots or cls.slots,
+            context=context or cls.context,
+            device=cls.device,
+            captured=torch.device(cls.device).type == "cuda",
+        )
         return cls.prepared(bench)
 
     @classmethod
     def prompts(cls, bench: Bench) -> list[list[int]]:
         """Four prompts: short, over several groups, a single token, just over a page. All benches have the same."""
-        return [list(prompt) for prompt in _prompts(cls, bench.directory, str(bench.arena.device))]  # type: ignore[arg-type]
+        chosen = _prompts(cls.recipe, bench.directory, cls.dtype, cls.context, cls.budget, cls.near_tie)
+        return [list(prompt) for prompt in chosen]
 
     @classmethod
     def text(cls, bench: Bench, length: int, seed: int = 17) -> list[int]:
@@ -189,19 +229,22 @@ class Conformance:
 
     @classmethod
     @torch.inference_mode()
-    def plain_outputs(cls, reference: Bench) -> list[list[int]]:
+    def plain_outputs(cls, reference: Bench) -> list[PlainText]:
         """See ``plain``."""
-        return [cls.decode(reference, prompt, cls.budget, greedy=True) for prompt in cls.prompts(reference)]
+        return [cls.decode(reference, prompt, cls.budget) for prompt in cls.prompts(reference)]
 
     @classmethod
-    def decode(cls, bench: Bench, prompt: Sequence[int], budget: int, **sampling: Any) -> list[int]:
-        """Plain decoding of one request in slot 0: no drafter, one token a round."""
-        bench.admit(0, prompt, budget=budget, **sampling)
+    def decode(cls, bench: Bench, prompt: Sequence[int], budget: int) -> PlainText:
+        """Plain greedy decoding of one request in slot 0: no drafter, one token a round."""
+        bench.admit(0, prompt, budget=budget, greedy=True)
+        rows = [bench.target.first_logits(bench.where(0))[0, : bench.vocab].double().cpu()]
         driver = cls.driver(bench, drafter=None)
         driver.start([0])
-        while driver.running([0]):
-            driver.round([0], 0)
-        return driver.tokens(0)
+        with altered_verification(bench.target, bench.keep_rows):
+            while driver.running([0]):
+                driver.round([0], 0)
+                rows.append(bench.chosen_by[0].to("cpu", copy=True))
+        return PlainText(tuple(driver.tokens(0)), torch.stack(rows))
 
     @classmethod
     def driver(cls, bench: Bench, **options: Any) -> Driver:
@@ -218,12 +261,38 @@ class Conformance:
 
     @classmethod
     def scripted(cls, bench: Bench, inner: Drafter | None = None) -> ScriptedDrafter:
-        """A drafter whose proposals the test writes."""
-        return ScriptedDrafter(
-            inner or bench.drafter, slots=bench.capacities.slots, max_draft_tokens=bench.recipe.max_draft_tokens
-        )
+        """A drafter whose proposals the test writes; inner: around another drafter than the bench's own."""
+        if inner is None:
+            bench.script.write({})
+            return bench.script
+        return ScriptedDrafter(inner, slots=bench.capacities.slots, max_draft_tokens=bench.recipe.max_draft_tokens)
 
     # --- checks ----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def on_text(cls, driver: Driver, slot: int, plain: PlainText) -> bool:
+        """Whether a slot's tokens are how ``plain`` begins; False behind a near tie. Raises AssertionError for any other
+        difference: what a test expects of a request from ``plain`` holds as long as this does."""
+        return follows(driver.tokens(slot), plain, cls.near_tie)
+
+    @classmethod
+    def check_text(cls, driver: Driver, slots: Sequence[int], plain: Sequence[PlainText]) -> None:
+        """Tokens of every slot are those of ``plain``, by slot, or part from them at a near tie. Raises AssertionError."""
+        for slot in slots:
+            found, wanted = driver.tokens(slot), plain[slot]
+            if cls.on_text(driver, slot, wanted):
+                assert len(found) == len(wanted), f"slot {slot} ends early: {found} against {list(wanted)}"
+
+    @classmethod
+    def check_values(cls, found: Tensor, wanted: Tensor, what: str) -> None:
+        """Two ways of computing hidden states or logits agree in the suite's precision. Raises AssertionError."""
+        wrong = cls.allowed().differences(found, wanted)
+        assert wrong is None, f"{what}: {wrong}"
+
+    @classmethod
+    def allowed(cls) -> Precision:
+        """See ``precision``."""
+        return cls.precision or PRECISIONS[cls.dtype]
 
     @classmethod
     def check_state(cls, bench: Bench, reference: Bench, slot: int, sequence: Sequence[int]) -> None:
@@ -237,7 +306,7 @@ class Conformance:
                 committed(ours, slot, rows, cls.interval_fields),
                 committed(theirs, 0, rows, cls.interval_fields),
                 owner=ours.layout.owner,
-                tolerance=cls.tolerance,
+                precision=cls.allowed(),
             )
 
     @classmethod
@@ -279,12 +348,12 @@ class Conformance:
 
 
 @cache
-def _prompts(suite: type[Conformance], directory: Path, device: str) -> list[list[int]]:
-    """See ``Conformance.prompts``. Chosen on a bench of its own, so that no running request is disturbed."""
-    bench = Bench.prepare(suite.recipe, directory, slots=1, context=suite.context, device=device)
+def _prompts(recipe: str, directory: Path, dtype: str, context: int, budget: int, near_tie: float) -> list[list[int]]:
+    """See ``Conformance.prompts``. Chosen on the CPU on a bench of its own, so that no running request is disturbed."""
+    bench = Bench.prepare(recipe, directory, slots=1, context=context, dtype=dtype)
     page = bench.recipe.target_layout.page_tokens
     with torch.inference_mode():
-        return lively_prompts(bench, (7, 13, 1, page + 1), suite.budget)
+        return lively_prompts(bench, (7, 13, 1, page + 1), budget, near_tie=near_tie)
 
 
 def width_sequences(widths: Sequence[int]) -> dict[str, list[int]]:

@@ -10,6 +10,7 @@ from specdec.round.completion import Field, Finish
 from specdec.testing.conformance.base import Conformance, next_tokens
 from specdec.testing.conformance.bench import Bench, altered_verification
 from specdec.testing.conformance.invariants import parse
+from specdec.testing.conformance.near_ties import PlainText, follows
 from specdec.testing.guard import CapturableGuard
 
 #: Orders of four slots in four lanes.
@@ -19,7 +20,7 @@ ORDERS = ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0])
 class BatchingConformance(Conformance):
     """A lane is a place in a batch and nothing more."""
 
-    def test_live_and_dead_lanes_at_every_position(self, bench: Bench, plain: list[list[int]]) -> None:
+    def test_live_and_dead_lanes_at_every_position(self, bench: Bench, plain: list[PlainText]) -> None:
         """Fault classes: padding metadata not neutralised; row index used as identity; padded lanes writing a real
         slot. Every pattern of live and dead lanes, slots in three orders, counts that differ by lane; the driver
         compares all other state byte for byte."""
@@ -44,12 +45,11 @@ class BatchingConformance(Conformance):
                 }
                 driver.drafter.write(script)  # type: ignore[union-attr]
                 for done in driver.round(live, drafts, lanes=lanes):
-                    assert done.accepted == counts[done.slot]
-            for slot in live:
-                found = driver.tokens(slot)
-                assert found == plain[slot][1 : 1 + len(found)], f"slot {slot} in lanes {lanes}"
+                    found = [*start.tokens(done.slot), *driver.tokens(done.slot)]
+                    if follows(found, plain[done.slot], self.near_tie):
+                        assert done.accepted == counts[done.slot], f"slot {done.slot} in lanes {lanes}"
 
-    def test_finished_lanes_between_live_ones(self, bench: Bench, plain: list[list[int]]) -> None:
+    def test_finished_lanes_between_live_ones(self, bench: Bench, plain: list[PlainText]) -> None:
         """Fault class: stale padded request metadata. Requests finish in three lanes one after the other and stay in
         the batch."""
         prompts, deepest = self.prompts(bench), bench.recipe.max_draft_tokens
@@ -63,8 +63,8 @@ class BatchingConformance(Conformance):
             script = {s: next_tokens(plain[s], len(driver.tokens(s)), deepest, bench.vocab, 2) for s in running}
             driver.drafter.write(script)  # type: ignore[union-attr]
             driver.round(slots, deepest)
+        self.check_text(driver, sorted(budgets), [plain[slot][: budgets[slot]] for slot in sorted(budgets)])
         for slot, budget in budgets.items():
-            assert driver.tokens(slot) == plain[slot][:budget]
             assert sum(done.emitted for done in driver.completions[slot]) == budget
 
     def test_round_is_capturable(self, bench: Bench, any_drafts: int) -> None:
@@ -82,18 +82,18 @@ class BatchingConformance(Conformance):
             assert record[Field.EMITTED] >= 1
 
     def test_broken_target_row_ends_that_request_only(
-        self, bench: Bench, plain: list[list[int]], fault_row: int
+        self, bench: Bench, plain: list[PlainText], fault_row: int
     ) -> None:
         """Fault class: numeric fault crosses lanes. One verify row of one lane is NaN: what was accepted before it is
         emitted, the request ends with a fault, its neighbours' text holds."""
         deepest = bench.recipe.max_draft_tokens
         for victim in range(4):
             slots = self.admit_all(bench)
-            driver = self.driver(bench, drafter=self.scripted(bench))
+            driver = self.driver(bench, drafter=self.scripted(bench), eager=True)
             driver.start(slots)
 
             def broken(logits: torch.Tensor, victim: int = victim) -> torch.Tensor:
-                here = torch.zeros(logits.shape[:2], dtype=torch.bool)
+                here = torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
                 here[victim, fault_row] = True
                 return logits.masked_fill(here.unsqueeze(-1), torch.nan)
 
@@ -101,21 +101,20 @@ class BatchingConformance(Conformance):
             driver.drafter.write(script)  # type: ignore[union-attr]
             with altered_verification(bench.target, broken):
                 found = driver.round(slots, deepest)
-            assert found[victim].finish is Finish.FAULT
-            assert list(found[victim].tokens) == plain[victim][1 : 1 + fault_row]
+            if self.on_text(driver, victim, plain[victim]):
+                assert found[victim].finish is Finish.FAULT
+                assert len(found[victim].tokens) == fault_row
             while running := driver.running(slots):
                 script = {s: next_tokens(plain[s], len(driver.tokens(s)), deepest, bench.vocab, 3) for s in running}
                 driver.drafter.write(script)  # type: ignore[union-attr]
                 driver.round(running, deepest)
-            for slot in slots:
-                if slot != victim:
-                    assert driver.tokens(slot) == plain[slot]
+            self.check_text(driver, [slot for slot in slots if slot != victim], plain)
 
 
 class RecordConformance(Conformance):
     """Completion records: identity, frames, zero emission."""
 
-    def test_late_records_are_recognised(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_late_records_are_recognised(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault classes: late completion applied to a reset request; row index used as identity. A slot gets a new
         owner between a round and the reading of its record: the record still names the old request and epoch, and the
         new owner starts clean."""
@@ -134,9 +133,10 @@ class RecordConformance(Conformance):
         while driver.running([1]):
             done = driver.round([1], drafts)[0]
             assert (done.request, done.epoch) == (555, 2)
-        assert driver.tokens(1) == plain[2]
+        if self.on_text(driver, 1, plain[2]):
+            assert len(driver.tokens(1)) == self.budget
 
-    def test_two_rounds_in_flight(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_two_rounds_in_flight(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault classes: accounting assumes at least one emitted token; optimistic host mirror used as committed
         history; late commit revives a finished request. Two rounds are submitted before a record is read: both frames
         are intact, and a lane that ended in the first emits nothing in the second."""
@@ -151,8 +151,7 @@ class RecordConformance(Conformance):
         captured.submit(slots, [drafts] * 4, number + 1)
         first, second = ([parse(r, n) for r in bench.arena.read_frame(n % 2, slots)] for n in (number, number + 1))
         for slot in slots:
-            tokens = [plain[slot][0], *first[slot].tokens, *second[slot].tokens]
-            assert tokens == plain[slot][: len(tokens)]
+            follows([*driver.tokens(slot), *first[slot].tokens, *second[slot].tokens], plain[slot], self.near_tie)
             if slot % 2:
                 assert first[slot].finish is second[slot].finish is Finish.LENGTH
                 assert (second[slot].emitted, second[slot].offered, second[slot].accepted) == (0, 0, 0)

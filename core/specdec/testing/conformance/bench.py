@@ -5,13 +5,13 @@ Everything is made by the recipe's hooks, as serving makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from specdec.catalog import RoundShape
@@ -21,8 +21,12 @@ from specdec.interfaces import Capacities, Drafter, Round, Target
 from specdec.recipes import RecipeHooks, recipe_book
 from specdec.round.allocation import PackedRows
 from specdec.round.arena import Arena
+from specdec.round.graphs import GraphPool, Program, Variant
+from specdec.round.transaction import FirstToken
 from specdec.sampling.params import SamplingParams
+from specdec.sampling.sampler import sampler_for
 from specdec.state.store import StateStore
+from specdec.testing.scripted import ScriptedDrafter
 
 #: Stop ids a request of the suite may carry.
 STOP_IDS = 8
@@ -48,7 +52,11 @@ class Image:
 
 @frozen(kw_only=True, eq=False)
 class Bench:
-    """Target, drafter and arena of one recipe. Slots own interleaved pages, so that no page table is the identity."""
+    """Target, drafter and arena of one recipe. Slots own interleaved pages, so that no page table is the identity.
+
+    chosen_by: [R, V] float64, logits that plain decoding chose by in its last round; see ``keep_rows``. pool: where graphs live;
+    None if rounds are eager.
+    """
 
     recipe: Recipe
     hooks: RecipeHooks
@@ -57,6 +65,9 @@ class Bench:
     drafter: Drafter
     arena: Arena
     capacities: Capacities
+    chosen_by: Tensor
+    pool: GraphPool | None = None
+    _held: dict[Any, Any] = field(factory=dict)
 
     @classmethod
     def prepare(
@@ -68,10 +79,13 @@ class Bench:
         slots: int = 4,
         context: int = 192,
         device: str = "cpu",
+        captured: bool = False,
     ) -> Bench:
         """Loads a checkpoint folder through the hooks of the recipe's owner.
 
-        Raises CheckpointError or PluginError as they do.
+        captured: rounds run as CUDA graphs, captured when a shape is first asked for and kept for all tests.
+
+        Raises CheckpointError or PluginError as they do, CaptureError for captured rounds on another device than CUDA.
         """
         hooks = recipe_book().hooks_for(recipe)
         record, where = hooks.recipe, torch.device(device)
@@ -95,7 +109,9 @@ class Bench:
                 extended=True,
                 vocab_size=target.vocab_size,
                 confidence_width=record.confidence_width,
+                sampler=sampler_for(where),
             )
+            chosen_by = torch.zeros(slots, target.vocab_size, dtype=torch.float64, device=where)
         return cls(
             recipe=record,
             hooks=hooks,
@@ -104,6 +120,8 @@ class Bench:
             drafter=drafter,
             arena=arena,
             capacities=capacities,
+            chosen_by=chosen_by,
+            pool=GraphPool(where) if captured else None,
         )
 
     @property
@@ -121,13 +139,69 @@ class Bench:
         """The slot that dead lanes name."""
         return self.capacities.slots
 
-    def capture(self, drafts: int, lanes: int, drafter: Drafter | None, rows: int = 0) -> Round:
+    def where(self, *slots: int) -> Tensor:
+        """Slots as a tensor [n] int64 on the bench's device."""
+        return torch.tensor(slots, dtype=torch.int64, device=self.arena.device)
+
+    def capture(
+        self,
+        drafts: int,
+        lanes: int,
+        drafter: Drafter | None,
+        rows: int = 0,
+        *,
+        variant: Variant | None = None,
+        eager: bool = False,
+    ) -> Round:
         """The round of ``lanes`` lanes with ``drafts`` drafts, as the plugin's or the core's hook builds it.
 
-        rows: physical target rows, 0 for one for every draft and pending token.
+        rows: physical target rows, 0 for one for every draft and pending token. variant: the only one that the round will be
+        asked for, captured if the bench captures; None or eager: it runs eagerly.
         """
         shape = RoundShape(batch=lanes, draft_tokens=drafts, verify_width=drafts + 1, packed_rows=rows)
-        return self.hooks.capture_round(target=self.target, drafter=drafter, shape=shape, arena=self.arena)
+
+        def build() -> Round:
+            return self.hooks.capture_round(target=self.target, drafter=drafter, shape=shape, arena=self.arena)
+
+        return self._program((shape, drafter), build, drafter, None if eager else variant)
+
+    def first_token(
+        self, lanes: int, drafter: Drafter | None, *, variant: Variant | None = None, eager: bool = False
+    ) -> FirstToken:
+        """Samples the first token of ``lanes`` requests. variant, eager: as for ``capture``."""
+
+        def build() -> FirstToken:
+            return FirstToken(target=self.target, drafter=drafter, arena=self.arena, batch=lanes)
+
+        return self._program((lanes, drafter), build, drafter, None if eager else variant)
+
+    def _program(self, key: Any, build: Callable[[], Any], drafter: Drafter | None, variant: Variant | None) -> Any:
+        # other drafters are made for one test, and what they record or change happens in Python
+        if self.pool is None or variant is None or not any(drafter is one for one in (None, self.drafter, self.script)):
+            return build()
+        key = (*key, variant)
+        if key not in self._held:
+            built = build()
+            program: Program = built.program
+            program.capture(self.pool, [variant])
+            self._held[key] = built
+        return self._held[key]
+
+    @property
+    def script(self) -> ScriptedDrafter:
+        """A scripted drafter around the bench's own: always the same one, so that rounds with it are captured once."""
+        key = ("script", self.drafter)
+        if key not in self._held:
+            self._held[key] = ScriptedDrafter(
+                self.drafter, slots=self.capacities.slots, max_draft_tokens=self.recipe.max_draft_tokens
+            )
+        return self._held[key]
+
+    def keep_rows(self, logits: Tensor) -> Tensor:
+        """Copies logits [B, 1, V] of plain decoding to where they outlast the round, captured or not; returns them."""
+        rows = logits[:, 0, : self.vocab]
+        self.chosen_by[: rows.shape[0]].copy_(rows)
+        return logits
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -155,7 +229,7 @@ class Bench:
         sampled. entry: as for ``enter``.
         """
         self.reset(slot)
-        where = torch.tensor([slot], device=self.arena.device)
+        where = self.where(slot)
         inputs = [*prompt, *output[:-1]]
         sizes = iter(chunks)
         start = 0
@@ -209,10 +283,19 @@ class Bench:
         """Gives a slot fresh pages with the contents of another slot's."""
         for store in self.stores:
             ours, theirs = store.page_table[destination], store.page_table[source]
-            for field in store.layout.fields:
-                if field.kind is StateKind.PAGED:
-                    tensor = store.tensors[field.name]
+            for declared in store.layout.fields:
+                if declared.kind is StateKind.PAGED:
+                    tensor = store.tensors[declared.name]
                     tensor[:, ours] = tensor[:, theirs]
+
+    def move(
+        self, source: int, destination: int, target: Mapping[str, Tensor], drafter: Mapping[str, Tensor], consumed: int
+    ) -> None:
+        """Restores snapshots of one slot's target and drafter into another one, with copies of its pages."""
+        self.reset(destination)
+        self.copy_pages(source, destination)
+        self.target.restore(destination, target, consumed)
+        self.drafter.restore(destination, drafter, consumed)
 
     # --- images --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.interfaces import Drafter, Round
 from specdec.round.completion import Completion, Finish
-from specdec.round.transaction import FirstToken
+from specdec.round.graphs import Variant
 from specdec.testing.conformance.bench import Bench
 from specdec.testing.conformance.invariants import Account, Surroundings, check_dead_record, check_record, check_table
 
@@ -18,7 +18,7 @@ class Driver:
     drafter: what rounds draft with; the bench's own unless given, None for plain decoding. draft_lag: rows of draft
     history that are missing at N consumed tokens. between: called with this driver before every round but the first
     (poisoning). extended: rounds that honour penalties, bias, minimum length and log-probabilities. draft_rows: target rows of
-    a round beside one per lane; None for one for each draft.
+    a round beside one per lane; None for one for each draft. eager: never captured, for tests that look into rounds from Python.
     """
 
     def __init__(
@@ -30,8 +30,10 @@ class Driver:
         between: Callable[[Driver], Any] | None = None,
         extended: bool = False,
         draft_rows: int | None = None,
+        eager: bool = False,
     ) -> None:
         self.bench = bench
+        self.eager = eager
         self.drafter: Drafter | None = bench.drafter if isinstance(drafter, str) else drafter
         self.draft_lag = draft_lag if self.drafter is not None else None
         self.between = between
@@ -40,7 +42,7 @@ class Driver:
         self.number = 0
         self.completions: dict[int, list[Completion]] = {}
         self.accounts: dict[int, Account] = {}
-        self._rounds: dict[tuple[int, int], Round] = {}
+        self._rounds: dict[tuple[int, int, bool], Round] = {}
 
     def open(self, slots: Sequence[int]) -> None:
         """Takes notice of requests that were admitted."""
@@ -51,17 +53,20 @@ class Driver:
     def start(self, slots: Sequence[int]) -> list[Completion]:
         """Samples the first token of freshly admitted slots."""
         self.open(slots)
-        first = FirstToken(target=self.bench.target, drafter=self.drafter, arena=self.bench.arena, batch=len(slots))
+        variant = Variant(extended=self.extended)
+        first = self.bench.first_token(len(slots), self.drafter, variant=variant, eager=self.eager)
         around = Surroundings(self.bench, slots, slots, drafts=0, number=self.number)
         first.submit(list(slots), self.number, extended=self.extended)
         return self._settle(slots, slots, around, drafts=0, ceilings=dict.fromkeys(slots, 0))
 
-    def captured(self, lanes: int, drafts: int) -> Round:
-        """The round of this shape, built on first use."""
-        if (lanes, drafts) not in self._rounds:
+    def captured(self, lanes: int, drafts: int, *, boundary: bool = False) -> Round:
+        """The round of this shape, built on first use. boundary: the one that ``round`` runs with the same argument."""
+        key = (lanes, drafts, boundary)
+        if key not in self._rounds:
             rows = 0 if self.draft_rows is None or not drafts else min(lanes + self.draft_rows, lanes * (drafts + 1))
-            self._rounds[lanes, drafts] = self.bench.capture(drafts, lanes, self.drafter, rows)
-        return self._rounds[lanes, drafts]
+            variant = Variant(boundary=boundary, extended=self.extended)
+            self._rounds[key] = self.bench.capture(drafts, lanes, self.drafter, rows, variant=variant, eager=self.eager)
+        return self._rounds[key]
 
     def round(
         self,
@@ -83,8 +88,9 @@ class Driver:
         if self.between is not None:
             self.between(self)
         live = self.running(slots)
+        # first, since capture runs dead lanes
+        captured = self.captured(len(order), drafts, boundary=boundary)
         around = Surroundings(self.bench, live, order, drafts=drafts, number=self.number)
-        captured = self.captured(len(order), drafts)
         captured.submit(
             order,
             [limits[slot] for slot in order],

@@ -1,4 +1,4 @@
-"""Greedy decoding in float64 gives the tokens of plain decoding, whatever is drafted and however wide rounds are."""
+"""Greedy decoding gives the tokens of plain decoding, whatever is drafted and however wide rounds are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from specdec.round.completion import Finish
 from specdec.testing.conformance.base import Conformance, next_tokens, width_sequences
 from specdec.testing.conformance.bench import Bench, altered_verification, replaced
 from specdec.testing.conformance.driver import Driver
+from specdec.testing.conformance.near_ties import PlainText
 from specdec.testing.drafters import AlteredLogits, RecordingDrafter
+
+#: Share of the tokens of plain decoding that must be decided by more than a near tie.
+DECIDED = 0.7
 
 
 class GreedyConformance(Conformance):
@@ -31,21 +35,27 @@ class GreedyConformance(Conformance):
             driver.round(running, drafts)
         raise AssertionError("requests did not end")
 
-    def _expect(self, driver: Driver, slots: list[int], plain: list[list[int]]) -> None:
+    def _expect(self, driver: Driver, slots: list[int], plain: list[PlainText]) -> None:
+        self.check_text(driver, slots, plain)
         for slot in slots:
-            assert driver.tokens(slot) == plain[slot], f"slot {slot} differs from plain decoding"
             assert driver.completions[slot][-1].finish is Finish.LENGTH
 
-    def test_plain_outputs_are_worth_comparing(self, plain: list[list[int]]) -> None:
-        """Outputs of one repeated token would hide faults; a checkpoint like that proves nothing."""
+    def test_plain_outputs_are_worth_comparing(self, plain: list[PlainText]) -> None:
+        """Outputs of one repeated token would hide faults; a checkpoint like that proves nothing. Nor does one whose tokens are
+        mostly decided by less than a near tie."""
+        margins = [margin for output in plain for margin in output.margins()]
+        decided = sum(margin >= self.near_tie for margin in margins) / len(margins)
+        assert decided >= DECIDED, f"{decided:.0%} of the tokens are decided by near_tie = {self.near_tie:g} or more"
         for output in plain:
             assert len(output) == self.budget
-            assert len(set(output)) >= 5, f"the checkpoint repeats itself: {output}; choose another seed or ``prompts``"
-        assert len({tuple(output) for output in plain}) == len(plain), (
+            assert len(set(output)) >= 5, (
+                f"the checkpoint repeats itself: {list(output)}; choose another seed or ``prompts``"
+            )
+        assert len({output.tokens for output in plain}) == len(plain), (
             "prompts that end in one text tell no slots apart"
         )
 
-    def test_greedy_equals_plain_decoding(self, bench: Bench, plain: list[list[int]], any_drafts: int) -> None:
+    def test_greedy_equals_plain_decoding(self, bench: Bench, plain: list[PlainText], any_drafts: int) -> None:
         """Fault class: missing verification, or different arithmetic at width 1 and width W. The drafter's own
         proposals."""
         slots = self.admit_all(bench)
@@ -54,7 +64,7 @@ class GreedyConformance(Conformance):
         self._run(driver, slots, [any_drafts] * 100)
         self._expect(driver, slots, plain)
 
-    def test_width_sequences_equal_plain_decoding(self, bench: Bench, plain: list[list[int]], sequence: str) -> None:
+    def test_width_sequences_equal_plain_decoding(self, bench: Bench, plain: list[PlainText], sequence: str) -> None:
         """Fault class: per-width metadata layout differs; a wide round's accepted count lost by a narrow one."""
         slots = self.admit_all(bench)
         driver = self.driver(bench)
@@ -62,7 +72,7 @@ class GreedyConformance(Conformance):
         self._run(driver, slots, width_sequences(bench.recipe.widths.widths)[sequence])
         self._expect(driver, slots, plain)
 
-    def test_perfect_drafts_are_all_accepted(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_perfect_drafts_are_all_accepted(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault class: verification rows shifted by one (right drafts refused), draft counts lost; every row full but
         the last."""
         slots = self.admit_all(bench)
@@ -75,10 +85,11 @@ class GreedyConformance(Conformance):
         self._run(driver, slots, [drafts] * 100, right)
         self._expect(driver, slots, plain)
         for slot in slots:
-            for done in driver.completions[slot][1:-1]:
-                assert (done.offered, done.accepted, done.emitted) == (drafts, drafts, drafts + 1)
+            if self.on_text(driver, slot, plain[slot]):
+                for done in driver.completions[slot][1:-1]:
+                    assert (done.offered, done.accepted, done.emitted) == (drafts, drafts, drafts + 1)
 
-    def test_wrong_drafts_are_never_accepted(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_wrong_drafts_are_never_accepted(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault class: verification rows shifted by one (first draft taken unverified). Wrong first, right afterwards."""
         slots = self.admit_all(bench)
         driver = self.driver(bench, drafter=self.scripted(bench))
@@ -91,9 +102,10 @@ class GreedyConformance(Conformance):
         self._run(driver, slots, [drafts] * 100, wrong_first)
         self._expect(driver, slots, plain)
         for slot in slots:
-            assert all((done.accepted, done.emitted) == (0, 1) for done in driver.completions[slot])
+            if self.on_text(driver, slot, plain[slot]):
+                assert all((done.accepted, done.emitted) == (0, 1) for done in driver.completions[slot])
 
-    def test_right_and_wrong_rounds_alternate(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_right_and_wrong_rounds_alternate(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault class: rejected tokens leave traces in recurrent memory; every round's outcome is the scripted one."""
         slots = self.admit_all(bench)
         driver = self.driver(bench, drafter=self.scripted(bench))
@@ -104,12 +116,12 @@ class GreedyConformance(Conformance):
             script = {s: next_tokens(plain[s], len(driver.tokens(s)), drafts, bench.vocab, counts[s]) for s in running}
             driver.drafter.write(script)  # type: ignore[union-attr]
             for done in driver.round(running, drafts):
-                if not done.finish:
+                if not done.finish and self.on_text(driver, done.slot, plain[done.slot]):
                     assert done.accepted == counts[done.slot]
             turn += 1
         self._expect(driver, slots, plain)
 
-    def test_empty_drafts_are_ordinary_rounds(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_empty_drafts_are_ordinary_rounds(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault class: empty draft treated as a draft. Ceiling zero in three rounds of four, full acceptance in the
         fourth."""
         slots = self.admit_all(bench)
@@ -122,12 +134,12 @@ class GreedyConformance(Conformance):
             driver.drafter.write(script)  # type: ignore[union-attr]
             for done in driver.round(running, drafts, ceilings=ceilings):
                 assert done.offered <= ceilings[done.slot]
-                if not done.finish:
+                if not done.finish and self.on_text(driver, done.slot, plain[done.slot]):
                     assert done.accepted == ceilings[done.slot], "right drafts under the ceiling are accepted"
             turn += 1
         self._expect(driver, slots, plain)
 
-    def test_lanes_with_their_own_ceilings(self, bench: Bench, plain: list[list[int]]) -> None:
+    def test_lanes_with_their_own_ceilings(self, bench: Bench, plain: list[PlainText]) -> None:
         """Fault class: padded proposals with invented probabilities; shared fixed K; counters of a lane that depend
         on its neighbours. Lanes of 0 … K offered drafts in a batch."""
         slots = self.admit_all(bench)
@@ -141,17 +153,17 @@ class GreedyConformance(Conformance):
             driver.drafter.write(script)  # type: ignore[union-attr]
             for done in driver.round(running, deepest, ceilings=ceilings):
                 assert done.emitted <= done.offered + 1
-                if not done.finish:
+                if not done.finish and self.on_text(driver, done.slot, plain[done.slot]):
                     assert (done.offered, done.accepted) == (ceilings[done.slot],) * 2
             turn += 1
         self._expect(driver, slots, plain)
 
-    def test_nan_draft_rows_cost_acceptance_only(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_nan_draft_rows_cost_acceptance_only(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault class: numeric fault of a drafter reaches the text. Every second depth has NaN logits, in every
         second lane."""
 
         def blind(depth: int, logits: torch.Tensor) -> torch.Tensor:
-            lanes = torch.arange(logits.shape[0]) % 2 == depth % 2
+            lanes = torch.arange(logits.shape[0], device=logits.device) % 2 == depth % 2
             return torch.where(lanes.unsqueeze(1), torch.nan, logits)
 
         slots = self.admit_all(bench)
@@ -161,7 +173,7 @@ class GreedyConformance(Conformance):
         self._expect(driver, slots, plain)
 
     @pytest.mark.parametrize("offset", [-1, 0, 5])
-    def test_ids_outside_the_vocabulary_are_rejected(self, bench: Bench, plain: list[list[int]], offset: int) -> None:
+    def test_ids_outside_the_vocabulary_are_rejected(self, bench: Bench, plain: list[PlainText], offset: int) -> None:
         """Fault class: padding rows treated as tokens. Proposals −1, V and V + 5 at every depth, right tokens around
         them."""
         slots = self.admit_all(bench)
@@ -176,12 +188,12 @@ class GreedyConformance(Conformance):
                 script[slot][(turn + slot) % deepest] = outside
             driver.drafter.write(script)  # type: ignore[union-attr]
             for done in driver.round(running, deepest):
-                if not done.finish:
+                if not done.finish and self.on_text(driver, done.slot, plain[done.slot]):
                     assert done.accepted == (turn + done.slot) % deepest
             turn += 1
         self._expect(driver, slots, plain)
 
-    def test_padded_vocabulary_is_never_proposed(self, bench: Bench, plain: list[list[int]]) -> None:
+    def test_padded_vocabulary_is_never_proposed(self, bench: Bench, plain: list[PlainText]) -> None:
         """Fault class: padding rows treated as tokens. A drafter whose head is padded to V + 8 with great logits."""
 
         def pad(depth: int, logits: torch.Tensor) -> torch.Tensor:
@@ -219,7 +231,7 @@ class GreedyConformance(Conformance):
             altered_verification(target, coarse),
             replaced(target, "first_logits", lambda *a, **k: coarse(first_logits(*a, **k))),
         ):
-            driver = self.driver(bench, drafter=self.scripted(bench))
+            driver = self.driver(bench, drafter=self.scripted(bench), eager=True)
             for done in driver.start(slots):
                 assert done.tokens == (lowest(steps[-1][done.slot]),)
             for _ in range(4):

@@ -9,6 +9,7 @@ import torch
 
 from specdec.testing.conformance.base import Conformance, next_tokens
 from specdec.testing.conformance.bench import Bench, replaced
+from specdec.testing.conformance.near_ties import PlainText
 from specdec.testing.drafters import RecordingDrafter
 
 #: Sizes of prompt chunks by name; the last chunk takes the rest.
@@ -32,12 +33,12 @@ class HistoryConformance(Conformance):
             prompt = self.text(bench, length)
             bench.admit(slot, prompt, chunks=CHUNKINGS[chunking](length), greedy=True)
             self.check_state(bench, reference, slot, prompt)
-            ours = bench.target.first_logits(torch.tensor([slot]))
-            theirs = reference.target.first_logits(torch.tensor([0]))
-            torch.testing.assert_close(ours, theirs, rtol=self.tolerance, atol=self.tolerance)
+            ours = bench.target.first_logits(bench.where(slot))
+            theirs = reference.target.first_logits(reference.where(0))
+            self.check_values(ours, theirs, f"logits of slot {slot}")
 
     def test_proposals_depend_on_committed_tokens_only(
-        self, bench: Bench, reference: Bench, plain: list[list[int]], accepted: int
+        self, bench: Bench, reference: Bench, plain: list[PlainText], accepted: int
     ) -> None:
         """Fault classes: recursive proposal states kept as history; absorption skipped; recurrent state and draft
         history restored at different lengths; draft features missing for cached tokens. Draft logits at every depth
@@ -64,10 +65,10 @@ class HistoryConformance(Conformance):
         again = self.driver(reference, drafter=cold)
         again.open([0])
         again.round([0], deepest)
-        torch.testing.assert_close(found, seen.logits(0), rtol=1e-7, atol=1e-7)
+        self.check_values(found, seen.logits(0), f"draft logits of slot {slot}")
 
     def test_history_grows_in_rounds_without_drafts(
-        self, bench: Bench, reference: Bench, plain: list[list[int]], drafts: int
+        self, bench: Bench, reference: Bench, plain: list[PlainText], drafts: int
     ) -> None:
         """Fault class: absorption skipped on the path without drafts. Six rounds of width one, then draft state and
         acceptance."""
@@ -80,7 +81,9 @@ class HistoryConformance(Conformance):
             driver.round(slots, 0)
         self.check_all(bench, reference, driver, slots, prompts)
         script.write({s: next_tokens(plain[s], len(driver.tokens(s)), drafts, bench.vocab, drafts) for s in slots})
-        assert [done.accepted for done in driver.round(slots, drafts)] == [drafts] * 4
+        for done in driver.round(slots, drafts):
+            if self.on_text(driver, done.slot, plain[done.slot]):
+                assert done.accepted == drafts
         self.check_all(bench, reference, driver, slots, prompts)
 
     def test_the_first_draft_reads_the_saved_feedback(self, bench: Bench) -> None:
@@ -102,7 +105,7 @@ class HistoryConformance(Conformance):
 
         def altered(wanted: torch.Tensor, *count: int) -> torch.Tensor:
             rows = read(wanted, *count)
-            noise = torch.randn(rows.shape[1:], generator=torch.Generator().manual_seed(1)).to(rows.dtype)
+            noise = torch.randn(rows.shape[1:], generator=torch.Generator().manual_seed(1)).to(rows)
             here = (wanted == 1).view(-1, *[1] * (rows.dim() - 1))
             return torch.where(here, rows + rows.abs().mean() * noise, rows)
 
@@ -125,10 +128,10 @@ class HistoryConformance(Conformance):
         shared norm that the model expects. Step 0 is conditioned on the target's feedback, step k on what step k − 1
         put out."""
         slots = self.admit_all(bench)
-        driver = self.driver(bench)
+        driver = self.driver(bench, eager=True)
         driver.start(slots)
         driver.round(slots, drafts)
-        feedback = bench.target.feedback(torch.tensor(slots))
+        feedback = bench.target.feedback(bench.where(*slots))
         recording = self.draft_steps(bench)
         if recording is None:
             pytest.skip("the drafter names no recursive steps (draft_steps)")

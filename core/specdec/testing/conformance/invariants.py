@@ -154,13 +154,15 @@ def check_table(bench: Bench, slot: int, done: Completion) -> None:
 # --- everybody else ----------------------------------------------------------------------------------------------------
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Bytes, so that NaN equals itself."""
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+#: Integers by size, so that NaN equals itself.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _same(before: Tensor, after: Tensor) -> bool:
-    return torch.equal(_bits(before), _bits(after))
+def _moved(before: Tensor, after: Tensor, dimensions: int = 0) -> Tensor:
+    """Which parts differ in any bit, by the leading ``dimensions``."""
+    bits = _BITS[before.element_size()]
+    changed = before.contiguous().view(bits) != after.contiguous().view(bits)
+    return changed.unsqueeze(-1).flatten(dimensions).any(-1)
 
 
 class Surroundings:
@@ -183,6 +185,7 @@ class Surroundings:
         ]
         self.table = self._request_rows()
         self.frames = bench.arena.frames.clone()
+        self._changed: list[tuple[Tensor, str]] = []
 
     def _request_rows(self) -> dict[str, Tensor]:
         requests = self.bench.arena.requests
@@ -194,31 +197,39 @@ class Surroundings:
         bench = self.bench
         for store, (fields, per_slot), lag in zip(bench.stores, self.stores, (0, bench.drafter.lag), strict=True):
             owner = store.layout.owner
-            others = torch.tensor([slot for slot in range(store.slots) if slot not in self.live], dtype=torch.int64)
+            others = bench.where(*(slot for slot in range(store.slots) if slot not in self.live))
             for name, declared in store.fields.items():
                 before, after = fields[name], store.tensors[name]
                 if declared.kind is StateKind.PAGED:
-                    untouched = ~self._touched(store, declared.extent, lag).flatten()
-                    for layer in range(declared.layers):
-                        same = _same(before[layer].flatten(0, 1)[untouched], after[layer].flatten(0, 1)[untouched])
-                        assert same, f"{owner} {name}: a page entry outside the round's reach was written"
+                    touched = self._touched(store, declared.extent, lag).to(before.device)
+                    moved = _moved(before, after, 3) & ~touched
+                    message = f"{owner} {name}: a page entry outside the round's reach was written"
+                    self._changed.append((moved.any(), message))
                 else:
-                    same = _same(before.index_select(1, others), after.index_select(1, others))
-                    assert same, f"{owner} {name}: state of another slot changed (live: {self.live})"
+                    message = f"{owner} {name}: state of another slot changed (live: {self.live})"
+                    self._expect(before.index_select(1, others), after.index_select(1, others), message)
             self._check_rows(owner, per_slot, _slot_rows(store, store.slots), others)
         everyone = [slot for slot in range(bench.spare + 1) if slot not in self.live]
-        self._check_rows("request table", self.table, self._request_rows(), torch.tensor(everyone))
+        self._check_rows("request table", self.table, self._request_rows(), bench.where(*everyone))
         written = {self.frame * (bench.spare + 1) + slot for slot in (*self.lanes, bench.spare)}
-        rest = torch.tensor([row for row in range(self.frames.shape[0]) if row not in written], dtype=torch.int64)
-        assert _same(self.frames[rest], bench.arena.frames[rest]), (
-            "a record outside the round's lanes and frame changed"
+        rest = bench.where(*(row for row in range(self.frames.shape[0]) if row not in written))
+        self._expect(
+            self.frames[rest], bench.arena.frames[rest], "a record outside the round's lanes and frame changed"
         )
+        if self._changed:
+            # read at once: on a GPU every reading waits for the device
+            changed = torch.stack([flag for flag, _ in self._changed]).tolist()
+            wrong = [message for flag, (_, message) in zip(changed, self._changed, strict=True) if flag]
+            assert not wrong, wrong[0]
 
     def _check_rows(self, owner: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], slots: Tensor) -> None:
         for name, tensor in before.items():
-            assert _same(tensor[slots], after[name][slots]), (
-                f"{owner} {name}: row of another slot changed (live: {self.live})"
-            )
+            message = f"{owner} {name}: row of another slot changed (live: {self.live})"
+            self._expect(tensor[slots], after[name][slots], message)
+
+    def _expect(self, before: Tensor, after: Tensor, message: str) -> None:
+        if before.numel():
+            self._changed.append((_moved(before, after), message))
 
     def _touched(self, store: StateStore, extent: int, lag: int) -> Tensor:
         """[pages + 1, entries] bool: entries this round may write. The trash page is one of them."""

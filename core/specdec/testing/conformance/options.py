@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.round.completion import Finish
 from specdec.testing.conformance.base import Conformance, next_tokens
 from specdec.testing.conformance.bench import Bench
+from specdec.testing.conformance.near_ties import PlainText
 
 #: Strong enough to change the text at every position.
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9, "repetition_penalty": 1.3}
@@ -34,14 +35,16 @@ def penalised(logits: Tensor, prompt: Sequence[int], output: Sequence[int], bias
 class OptionsConformance(Conformance):
     """Options act on rows, counts grow by emitted tokens."""
 
-    def _penalised_output(self, reference: Bench, prompt: list[int], length: int, bias: dict[int, float]) -> list[int]:
+    def _penalised_output(self, reference: Bench, prompt: list[int], length: int, bias: dict[int, float]) -> PlainText:
         """Greedy output under ``PENALTIES``, one prompt pass for every token."""
         output: list[int] = []
+        rows: list[Tensor] = []
         while len(output) < length:
             reference.admit(0, [*prompt, *output], greedy=True)
-            logits = reference.target.first_logits(torch.tensor([0]))[0]
-            output.append(int(penalised(logits, prompt, output, bias).argmax()))
-        return output
+            logits = reference.target.first_logits(reference.where(0))[0].cpu()
+            rows.append(penalised(logits, prompt, output, bias))
+            output.append(int(rows[-1].argmax()))
+        return PlainText(tuple(output), torch.stack(rows))
 
     def test_penalties_count_every_emitted_token_once(self, bench: Bench, reference: Bench) -> None:
         """Fault classes: per-round instead of per-token bookkeeping; shallow copy of mutable state (rejected drafts
@@ -65,12 +68,12 @@ class OptionsConformance(Conformance):
                 }
                 driver.drafter.write(script)  # type: ignore[union-attr]
                 for done in driver.round(running, drafts):
-                    if not done.finish:
+                    if not done.finish and self.on_text(driver, done.slot, outputs[done.slot]):
                         assert done.accepted == counts[done.slot]
                 turn += 1
-            assert [driver.tokens(slot) for slot in slots] == outputs
+            self.check_text(driver, slots, outputs)
 
-    def test_minimum_length_counts_tokens(self, bench: Bench, plain: list[list[int]], drafts: int) -> None:
+    def test_minimum_length_counts_tokens(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault class: per-round instead of per-token bookkeeping. The stop id is impossible in exactly the first
         ``minimum`` tokens, wherever rounds end."""
         prompts = self.prompts(bench)
@@ -98,11 +101,12 @@ class OptionsConformance(Conformance):
                 assert driver.completions[slot][-1].finish is Finish.STOP
 
     def test_logprobs_are_those_of_the_deciding_rows(
-        self, bench: Bench, reference: Bench, plain: list[list[int]]
+        self, bench: Bench, reference: Bench, plain: list[PlainText]
     ) -> None:
         """Fault class: logprobs not read from verify rows. Every emitted token, accepted, corrected or bonus, has the
         log-probability that a prompt pass gives it, and so have the greatest."""
         prompts, deepest = self.prompts(bench), bench.recipe.max_draft_tokens
+        slack = max(self.near_tie, 1e-5)
         slots = self.admit_all(bench)
         driver = self.driver(bench, drafter=self.scripted(bench), extended=True)
         driver.start(slots)
@@ -115,9 +119,13 @@ class OptionsConformance(Conformance):
             for slot, done, columns in zip(slots, rounds, frames, strict=True):
                 for index, token in enumerate(done.tokens):
                     reference.admit(0, [*prompts[slot], *before[slot], *done.tokens[:index]], greedy=True)
-                    expected = reference.target.first_logits(torch.tensor([0]))[0].double().log_softmax(-1)
+                    logits = reference.target.first_logits(reference.where(0))[0]
+                    expected = logits.double().log_softmax(-1).cpu()
                     chosen, greatest = columns[index]
-                    assert abs(chosen - float(expected[token])) < 1e-5
+                    assert abs(chosen - float(expected[token])) < slack
                     values, ids = expected.sort(descending=True, stable=True)
-                    assert [pair[0] for pair in greatest[:3]] == ids[:3].tolist()
-                    assert all(abs(pair[1] - float(v)) < 1e-5 for pair, v in zip(greatest[:3], values[:3]))
+                    if not self.near_tie:
+                        assert [pair[0] for pair in greatest[:3]] == ids[:3].tolist()
+                    for (one, value), best in zip(greatest[:3], values[:3].tolist()):
+                        # who is third may be a near tie
+                        assert abs(value - best) < slack and abs(value - float(expected[one])) < slack

@@ -1,8 +1,10 @@
-"""Prompts worth comparing: random ids whose greedy continuation does not repeat itself."""
+"""Prompts worth comparing: random ids whose greedy continuation does not repeat itself, and holds no near tie if it can be
+helped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -15,10 +17,13 @@ VARIETY = 12
 TRIES = 24
 
 
-def lively_prompts(bench: Bench, lengths: Sequence[int], continuation: int) -> list[list[int]]:
-    """One prompt of each length; no two continuations are the same. A function of checkpoint, lengths and vocabulary.
+def lively_prompts(
+    bench: Bench, lengths: Sequence[int], continuation: int, *, near_tie: float = 0.0
+) -> list[list[int]]:
+    """One prompt of each length; no two continuations are the same. A function of the arguments, checkpoint and precision.
 
-    bench: its slot 0 is overwritten. continuation: tokens that each prompt is continued by, at most.
+    bench: its slot 0 is overwritten. continuation: tokens that each prompt is continued by, at most. near_tie: logits that differ
+    by less end what can be compared; of the prompts that are lively the one with the latest such end is taken.
     """
     generator = torch.Generator().manual_seed(3)
 
@@ -28,22 +33,30 @@ def lively_prompts(bench: Bench, lengths: Sequence[int], continuation: int) -> l
     chosen: list[list[int]] = []
     taken: set[tuple[int, ...]] = set()
     for prompt in [draw(length) for length in lengths]:
-        best, output = prompt, _continued(bench, prompt, continuation)
+        best, output = prompt, _continued(bench, prompt, continuation, near_tie)
         for _ in range(TRIES - 1):
-            if output not in taken and len(set(output)) >= VARIETY:
+            if output not in taken and _worth(output, near_tie) >= (VARIETY, continuation if near_tie else 0):
                 break
             prompt = draw(len(prompt))
-            other = _continued(bench, prompt, continuation)
-            if output in taken or (other not in taken and len(set(other)) > len(set(output))):
+            other = _continued(bench, prompt, continuation, near_tie)
+            if output in taken or (other not in taken and _worth(other, near_tie) > _worth(output, near_tie)):
                 best, output = prompt, other
         chosen.append(best)
         taken.add(output)
     return chosen
 
 
-def _continued(bench: Bench, prompt: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Greedy continuation up to ``VARIETY`` different tokens, by prompt passes: what is under test has no say in it."""
-    return tuple(_until_lively(_greedy(bench, prompt, limit)))
+def _worth(output: tuple[int, ...], near_tie: float) -> tuple[int, int]:
+    return min(len(set(output)), VARIETY), len(output) if near_tie else 0
+
+
+def _continued(bench: Bench, prompt: Sequence[int], limit: int, near_tie: float) -> tuple[int, ...]:
+    """Greedy continuation up to ``VARIETY`` different tokens, or up to the first near tie where there are any, by prompt passes:
+    what is under test has no say in it."""
+    steps = _greedy(bench, prompt, limit)
+    if near_tie:
+        return tuple(token for token, _ in takewhile(lambda step: step[1] >= near_tie, steps))
+    return tuple(_until_lively(token for token, _ in steps))
 
 
 def _until_lively(tokens: Iterator[int]) -> Iterator[int]:
@@ -55,10 +68,12 @@ def _until_lively(tokens: Iterator[int]) -> Iterator[int]:
             return
 
 
-def _greedy(bench: Bench, prompt: Sequence[int], limit: int) -> Iterator[int]:
-    where = torch.tensor([0], device=bench.arena.device)
+def _greedy(bench: Bench, prompt: Sequence[int], limit: int) -> Iterator[tuple[int, float]]:
+    """Tokens, and by how much each was better than the second best."""
+    where = bench.where(0)
     bench.admit(0, prompt, greedy=True)
     for consumed in range(len(prompt), len(prompt) + limit):
-        token = int(bench.target.first_logits(where)[0].argmax())
-        yield token
+        logits = bench.target.first_logits(where)[0].double()
+        token, best = int(logits.argmax()), logits.topk(2).values
+        yield token, float(best[0] - best[1])
         bench.consume(where, [token], consumed)

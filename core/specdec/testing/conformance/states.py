@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.declaration import StateField, StateKind, StateLayout
 from specdec.state.store import StateStore
 from specdec.testing.conformance.bench import Bench
+from specdec.testing.conformance.precision import Precision
 
 
 def open_positions(layout: StateLayout, rows: int) -> range:
@@ -82,7 +83,9 @@ def committed(store: StateStore, slot: int, rows: int, ignore: Collection[str] =
     return found
 
 
-def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], *, owner: str, tolerance: float) -> None:
+def assert_same_state(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, owner: str, precision: Precision
+) -> None:
     """Compares two results of ``committed``. Raises AssertionError naming the field and the greatest difference."""
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
@@ -91,12 +94,8 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], *, 
         if not wanted.numel():
             continue
         if wanted.is_floating_point():
-            # NaN must not hide: it compares as different from everything
-            close = (got - wanted).abs() <= tolerance * (1 + wanted.abs())
-            assert bool(close.all()), (
-                f"{owner} {name}: {int((~close).sum())} of {close.numel()} values differ, by up to "
-                f"{float((got - wanted).abs().max()):.3g}"
-            )
+            wrong = precision.differences(got, wanted)
+            assert wrong is None, f"{owner} {name}: {wrong}"
         else:
             assert torch.equal(got, wanted), (
                 f"{owner} {name}: {got.flatten().tolist()} against {wanted.flatten().tolist()}"
