@@ -34,9 +34,10 @@ def batch_capacities(concurrency: int) -> tuple[int, ...]:
     return tuple(1 << exponent for exponent in range((concurrency - 1).bit_length() + 1))
 
 
-def chunk_sizes(prefill_tokens: Iterable[int]) -> tuple[int, ...]:
-    """Rows of captured chunks, greatest first: those that were asked for, and the powers of two below the smallest of them."""
-    wanted = set(prefill_tokens)
+def chunk_sizes(prefill_tokens: Iterable[int], context: int) -> tuple[int, ...]:
+    """Rows of captured prompt chunks, greatest first: those that were asked for, none longer than the context, and the powers of
+    two below the smallest of them."""
+    wanted = {min(tokens, context) for tokens in prefill_tokens}
     return tuple(
         sorted(wanted | {1 << bit for bit in range(min(wanted).bit_length()) if 1 << bit < min(wanted)}, reverse=True)
     )

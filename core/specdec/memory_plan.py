@@ -297,7 +297,11 @@ class _Builder:
 
     def _chunks(self) -> list[int]:
         """Staging buffers of captured prompt chunks: slot, start and tokens."""
-        return [8 * (rows + 2) for rows in chunk_sizes(self.config.prefill_tokens)] if self.captures else []
+        return (
+            [8 * (rows + 2) for rows in chunk_sizes(self.config.prefill_tokens, self.config.context)]
+            if self.captures
+            else []
+        )
 
     def _constants(self, shape: RoundShape) -> list[tuple[int, int]]:
         padding = shape.batch * (self.width - shape.verify_width)

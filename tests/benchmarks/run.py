@@ -56,7 +56,7 @@ def processor() -> str:
 def prepare(args: argparse.Namespace, recipe: Recipe, *, captured: bool) -> tuple[LoadedModel, LoadedModel]:
     """The model with every draft count, and the one that decodes plainly."""
     options = {
-        "concurrency": args.batch,
+        "concurrency": max(args.batch, *args.batches),
         "context": args.prompt_tokens + args.new_tokens,
         "adaptive_verification": False,
         "cuda_graphs": captured,
@@ -96,6 +96,27 @@ def captured_over_eager(
     }
 
 
+def larger(args: argparse.Namespace, models: tuple[LoadedModel, LoadedModel], batch: int) -> dict[str, Any]:
+    """Plain decoding, some draft counts and adaptive widths with so many requests at once."""
+    speculative, plain = models
+    requests = heldout_requests(
+        speculative, files=max(args.files, batch), prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens
+    )
+    maximum = speculative.config.max_draft_tokens
+    counts = sorted({1, 3, maximum} & {width - 1 for width in speculative.config.speculative_widths} | {0, maximum})
+    arms = [*arms_for(speculative, plain, [None, *counts]), adaptive_arm(speculative)]
+    compare(arms, requests, passes=args.passes, batch=batch)
+    data = [arm.as_data(arms[0].tokens_per_second) for arm in arms]
+    best = max(data[1:], key=lambda arm: arm["speed_ratio"])
+    return {
+        "batch": batch,
+        "requests": len(requests),
+        "arms": data,
+        "best": best["name"],
+        "speed_ratio": best["speed_ratio"],
+    }
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="qwen3.8-flash")
@@ -107,6 +128,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="activations (default: float32 on a CPU, bfloat16 elsewhere)")
     parser.add_argument("--batch", type=int, default=1, help="requests at once")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="more numbers of requests at once, with fewer arms",
+    )
     parser.add_argument("--eager", type=int, default=0, metavar="N", help="requests to compare with eager rounds on")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -149,6 +178,7 @@ def main() -> int:
         "arms": data,
         "best": {"name": best["name"], "draft_tokens": best["draft_tokens"], "speed_ratio": best["speed_ratio"]},
     }
+    result["batches"] = [larger(args, models, size) for size in args.batches if size != args.batch]
     if args.eager:
         fixed = max(arms[2:-1], key=lambda arm: arm.tokens_per_second)
         result["captured_over_eager"] = captured_over_eager(
@@ -167,6 +197,9 @@ def reported(args: argparse.Namespace, result: dict[str, Any], *, bound: float) 
     line = f"best: {best['name']}, {best['speed_ratio']:.2f} times plain decoding"
     holds = args.batch > 1 or best["speed_ratio"] >= bound
     print(line if args.batch > 1 else f"{line}; bound {bound}: {'holds' if holds else 'MISSED'}")
+    for one in result["batches"]:
+        print(f"{one['batch']} requests at once:")
+        print(arms_table(one["arms"]))
     eager = result.get("captured_over_eager")
     if eager is not None:
         fast = eager["ratio"] >= CAPTURE_RATIO

@@ -81,7 +81,7 @@ def test_drafts_from_a_ring_change_speed_and_not_text(folder: Path, bench: Bench
             count += 1
         for slot in slots:
             ring.end(4 * run + slot)
-            assert driver.tokens(slot) == plain[slot][: budgets[slot]]
+            assert driver.tokens(slot) == list(plain[slot][: budgets[slot]])
             assert driver.completions[slot][-1].finish is not Finish.NONE
         rounds.append((count, copied))
     assert len(ring) == 2 * sum(budgets)

@@ -25,7 +25,7 @@ from specdec.testing.conformance.randomness import RandomnessConformance
 from specdec.testing.conformance.termination import TerminationConformance
 from specdec.testing.conformance.transaction import TransactionConformance
 
-#: Parts that take about as long together.
+#: Parts that take about as long together; parts that share a fixture stay together.
 HALVES: dict[str, tuple[type[Conformance], ...]] = {
     "Text": (
         GreedyConformance,
@@ -34,6 +34,8 @@ HALVES: dict[str, tuple[type[Conformance], ...]] = {
         BatchingConformance,
         RecordConformance,
         EmittedLawConformance,
+        # shares the crowd of the part above
+        AllocationConformance,
     ),
     "State": (
         TransactionConformance,
@@ -42,7 +44,6 @@ HALVES: dict[str, tuple[type[Conformance], ...]] = {
         PromptScoreConformance,
         PoisonConformance,
         RandomnessConformance,
-        AllocationConformance,
     ),
 }
 

