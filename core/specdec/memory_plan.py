@@ -31,7 +31,7 @@ from specdec.snapshot_sizes import checkpoint_pages, page_bytes, snapshot_bytes
 if TYPE_CHECKING:
     from specdec.checkpoint.reader import Checkpoint
 
-__all__ = ["capacities_for", "plan_memory", "prepared_shapes"]
+__all__ = ["capacities_for", "ordinary_shapes", "plan_memory", "prepared_shapes"]
 
 #: Granularity of the CUDA caching allocator: every tensor takes a multiple of it.
 CUDA_BLOCK = 512
@@ -64,8 +64,15 @@ def capacities_for(recipe: Recipe, config: PreparationConfig, dtype: str) -> Cap
 
 def prepared_shapes(config: PreparationConfig) -> tuple[RoundShape, ...]:
     """Round shapes that this configuration prepares; without speculation, plain decoding at every batch capacity."""
-    if config.speculative:
-        return config.shapes()
+    return config.shapes() if config.speculative else _one_token_shapes(config)
+
+
+def ordinary_shapes(config: PreparationConfig) -> tuple[RoundShape, ...]:
+    """Rounds without draft work that are prepared beside those of ``prepared_shapes``, for a start with zero drafts."""
+    return _one_token_shapes(config) if config.speculative and not config.mtp_only else ()
+
+
+def _one_token_shapes(config: PreparationConfig) -> tuple[RoundShape, ...]:
     return tuple(
         RoundShape(batch=batch, draft_tokens=0, verify_width=1) for batch in batch_capacities(config.concurrency)
     )
@@ -296,12 +303,16 @@ class _Builder:
         return 8 * (2 * shape.batch + 2 + (shape.batch * (1 + copies) if copies else 0))
 
     def _chunks(self) -> list[int]:
-        """Staging buffers of captured prompt chunks: slot, start and tokens."""
-        return (
-            [8 * (rows + 2) for rows in chunk_sizes(self.config.prefill_tokens, self.config.context)]
-            if self.captures
-            else []
-        )
+        """Staging buffers of captured prompt chunks: slot, start and tokens; twice where there are ordinary operations."""
+        if not self.captures:
+            return []
+        sizes = [8 * (rows + 2) for rows in chunk_sizes(self.config.prefill_tokens, self.config.context)]
+        return sizes * 2 if ordinary_shapes(self.config) else sizes
+
+    def _programs(self) -> list[RoundShape]:
+        """Shapes of all programs that have staging buffers and constants: rounds, ordinary ones, first tokens."""
+        config = self.config
+        return [*prepared_shapes(config), *ordinary_shapes(config), *_one_token_shapes(config)]
 
     def _constants(self, shape: RoundShape) -> list[tuple[int, int]]:
         padding = shape.batch * (self.width - shape.verify_width)
@@ -309,15 +320,10 @@ class _Builder:
         return [(1, shape.verify_width * 8), (1, padding * 8), (1, calibration)]
 
     def _rounds(self) -> Iterable[MemoryItem]:
-        shapes = prepared_shapes(self.config)
-        firsts = [
-            RoundShape(batch=batch, draft_tokens=0, verify_width=1)
-            for batch in batch_capacities(self.config.concurrency)
-        ]
-        staging = [self._staging(shape) for shape in (*shapes, *firsts)] + self._chunks()
+        shapes = self._programs()
+        staging = [self._staging(shape) for shape in shapes] + self._chunks()
         yield self._item("staging buffers", "rounds", [(1, size) for size in staging], f"{len(staging)} programs")
         constants = [part for shape in shapes for part in self._constants(shape)]
-        constants += [part for shape in firsts for part in self._constants(shape)]
         yield self._item("round constants", "rounds", constants)
 
     def _scratch(self) -> Iterable[MemoryItem]:
@@ -370,13 +376,7 @@ class _Builder:
     def _host(self) -> Iterable[MemoryItem]:
         # on a CPU the host reads frames where they are
         frames = 0 if self.device == "cpu" else sum(map(sum, self._frame_sizes().values()))
-        firsts = [
-            RoundShape(batch=batch, draft_tokens=0, verify_width=1)
-            for batch in batch_capacities(self.config.concurrency)
-        ]
-        staging = 2 * sum(self._staging(shape) for shape in (*prepared_shapes(self.config), *firsts)) + sum(
-            self._chunks()
-        )
+        staging = 2 * sum(self._staging(shape) for shape in self._programs())
         for name, size in (
             ("transfer frames", frames),
             ("staging copies", staging),

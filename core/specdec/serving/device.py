@@ -42,7 +42,10 @@ class ModelDevice:
         prompts from and to leave behind, made by ``serving.prefixes.prefix_cache`` for this model; None does without. queued:
         another round may be submitted before one is collected.
 
-        Raises UsageError if the cache is another model's, or the model's graphs keep nothing for one.
+        Zero drafts of a model that has some run its ordinary operations, without draft work or draft state.
+
+        Raises UsageError if the cache is another model's, is used with drafts here and without them there, or the model's graphs
+        keep nothing for one.
         """
         if prefix_cache is not None and prefix_cache.pools != model.pools:
             raise UsageError("the prefix cache was made for another model; make one with prefix_cache(model)")
@@ -59,14 +62,19 @@ class ModelDevice:
         self.page_tokens = model.target.store.layout.page_tokens
         self.prefill_tokens = model.capacities.prefill_rows
         self.publishes = prefix_cache is not None
-        self.prefixes = PrefixState(model, prefix_cache if prefix_cache is not None else empty_cache(model, 0))
+        self._rounds, self._prompts = model.rounds, model.prompts
+        drafts = model.drafter is not None
+        if model.ordinary is not None and not config.speculative:
+            self._rounds, self._prompts, drafts = model.ordinary.rounds, model.ordinary.prompts, False
+        cache = prefix_cache if prefix_cache is not None else empty_cache(model, 0)
+        self.prefixes = PrefixState(model, cache, drafts=drafts)
         self._queued = queued
         self._compiler: GrammarCompiler | None = None
         self._copies = model.recipe.supports_history_drafts
         self._transfers = model.arena.transfers
         self._seconds: dict[int, float] = {}
         self._widths: dict[int, tuple[int, ...]] = {}
-        for batch, width in sorted(model.rounds):
+        for batch, width in sorted(self._rounds):
             if width in config.speculative_widths:
                 self._widths[batch] = (*self._widths.get(batch, ()), width)
 
@@ -180,12 +188,12 @@ class ModelDevice:
         model, start = self.model, resident.consumed
         scores = resident.scores = PromptScores.of(resident.request, resident.number, resident.scores)
         if scores is None:
-            model.prompts.consume(resident.run.tokens[start:end], resident.slot, start)
+            self._prompts.consume(resident.run.tokens[start:end], resident.slot, start)
             return None
         # the logits of a scored prompt are read in the middle of a chunk, so such chunks are never replayed
         tokens = upload(resident.run.tokens, torch.int64, model.device)
         where = upload([resident.slot], torch.int64, model.device)
-        model.prompts.run(
+        self._prompts.run(
             tokens[start:end], where, start, between=lambda: scores.read(model.target, start, end, tokens)
         )
         return scores.take()
@@ -246,7 +254,7 @@ class ModelDevice:
         if plan.first:
             self.model.first_tokens[plan.batch].submit(plan.slots, plan.number, extended=plan.extended, masked=masked)
         else:
-            captured = self.model.rounds[plan.batch, plan.width]
+            captured = self._rounds[plan.batch, plan.width]
             captured.submit(
                 plan.slots,
                 [lane.ceiling for lane in plan.lanes],

@@ -132,7 +132,7 @@ class Engine:
         """The policy of widths is the model's configuration: its ``fixed_width``, or adaptive without one.
 
         concurrency, draft_tokens, adaptive_verification, fixed_width: use a part of what was prepared, or another policy; see
-        ``PreparationConfig.reduce``. Without drafts rounds have width one and keep draft state all the same. history_drafts: copy
+        ``PreparationConfig.reduce``. Zero drafts run the ordinary operations, which keep no draft state. history_drafts: copy
         drafts from decoded history. prefixes: keep prefix checkpoints; None does where ``snapshot_bytes`` is set. queue_depth:
         rounds submitted before the first is read. chunks_per_step, reserved_output: see ``Scheduler``. metrics: counts here, None
         makes its own. trace: file for one JSON line per round.

@@ -19,7 +19,7 @@ from specdec.declaration import Recipe
 from specdec.errors import CheckpointError, UsageError
 from specdec.interfaces import Capacities, Drafter, Round, Target
 from specdec.memory import MemoryPlan
-from specdec.memory_plan import capacities_for, prepared_shapes
+from specdec.memory_plan import capacities_for, ordinary_shapes, prepared_shapes
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.round.arena import Arena
@@ -96,19 +96,31 @@ def _stores(target: Target, drafter: Drafter | None) -> tuple[StateStore, ...]:
     return (target.store,) if drafter is None else (target.store, drafter.store)
 
 
+@frozen(kw_only=True, eq=False)
+class OrdinaryOperations:
+    """What a start with zero drafts runs: rounds of width one by batch capacity, and prompts, on the target alone."""
+
+    rounds: dict[tuple[int, int], Round]
+    prompts: PromptRows
+
+
 def _capture(
     graphs: GraphPool,
     config: PreparationConfig,
     rounds: Mapping[tuple[int, int], Round],
     first: Mapping[int, FirstToken],
+    prompts: PromptRows,
+    spare: int,
 ) -> None:
-    """Captures every round in every variant that the configuration may ask for. All staged lanes are still the spare slot."""
+    """Captures every round in every variant that the configuration may ask for, and prompt chunks. All staged lanes are still the
+    spare slot, which is written."""
     extended, masked = config.extended_sampling, config.grammar
     variants = prepared_variants(boundary=config.snapshot_bytes > 0, extended=extended, masked=masked)
     for one in rounds.values():
         one.program.capture(graphs, variants)
     for sampled in first.values():
         sampled.program.capture(graphs, prepared_variants(boundary=False, extended=extended, masked=masked))
+    prompts.capture(graphs, chunk_sizes(config.prefill_tokens, config.context), spare)
 
 
 class LoadedModel:
@@ -129,6 +141,7 @@ class LoadedModel:
         first_tokens: dict[int, FirstToken],
         arena: Arena,
         prompts: PromptRows | None = None,
+        ordinary: OrdinaryOperations | None = None,
         graphs: GraphPool | None = None,
         memory: MemoryPlan | None = None,
     ) -> None:
@@ -145,6 +158,8 @@ class LoadedModel:
         self.arena = arena
         #: How prompts are consumed.
         self.prompts = PromptRows(target, drafter, device) if prompts is None else prompts
+        #: Decoding and prompts without draft work, for a start with zero drafts; None without a drafter or with ``mtp_only``.
+        self.ordinary = ordinary
         #: Pool of the captured rounds; None where rounds run eagerly.
         self.graphs = graphs
         #: What was planned and checked before anything was allocated, the pool measured; None where nothing limits it.
@@ -242,11 +257,19 @@ class LoadedModel:
                 for batch in batch_capacities(config.concurrency)
             }
             prompts = PromptRows(target, drafter, where)
+            ordinary = OrdinaryOperations(
+                rounds={
+                    (shape.batch, 1): hooks.capture_round(target=target, drafter=None, shape=shape, arena=arena)
+                    for shape in ordinary_shapes(config)
+                },
+                prompts=PromptRows(target, None, where),
+            )
             graphs = None
             if where.type == "cuda" and config.cuda_graphs:
                 graphs = GraphPool(where)
-                _capture(graphs, config, rounds, first_tokens)
-                prompts.capture(graphs, chunk_sizes(config.prefill_tokens, config.context), slots)
+                _capture(graphs, config, rounds, first_tokens, prompts, slots)
+                if ordinary.rounds:
+                    _capture(graphs, config, ordinary.rounds, {}, ordinary.prompts, slots)
                 for store in _stores(target, drafter):
                     # rehearsals left a prompt of their own in the spare slot
                     store.reset(store.spare)
@@ -263,6 +286,7 @@ class LoadedModel:
             first_tokens=first_tokens,
             arena=arena,
             prompts=prompts,
+            ordinary=ordinary if ordinary.rounds else None,
             graphs=graphs,
             memory=memory if memory is None or graphs is None else memory.measured(graphs=graphs.bytes),
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.declaration import StateKind
+from specdec.errors import UsageError
 from specdec.scheduling.resident import TokenRun
 from specdec.snapshot_sizes import page_bytes
 from specdec.state.pages import PagePool
@@ -42,9 +43,20 @@ def prefix_cache(model: LoadedModel, budget: int | None = None) -> PrefixCache:
 class PrefixState:
     """Continues slots from checkpoints and makes checkpoints of slots. Host side, between rounds only."""
 
-    def __init__(self, model: LoadedModel, cache: PrefixCache) -> None:
+    def __init__(self, model: LoadedModel, cache: PrefixCache, *, drafts: bool | None = None) -> None:
+        """drafts: whether checkpoints have draft state; None if the model has a drafter.
+
+        Raises UsageError for a cache whose checkpoints are of the other kind.
+        """
+        self.drafts = model.drafter is not None if drafts is None else drafts
+        if cache.drafts not in (None, self.drafts):
+            kind = "without" if self.drafts else "with"
+            raise UsageError(
+                f"the prefix cache holds checkpoints of requests {kind} drafts; make one for this start with prefix_cache(model)"
+            )
         self.model = model
         self.cache = cache
+        cache.drafts = self.drafts
 
     @property
     def _pools(self) -> tuple[PagePool, ...]:
@@ -84,7 +96,7 @@ class PrefixState:
 
     def _restore(self, slot: int, state: Snapshots, consumed: int) -> None:
         self.model.target.restore(slot, state["target"], consumed)
-        if self.model.drafter is not None:
+        if self.drafts and self.model.drafter is not None:
             self.model.drafter.restore(slot, state["drafter"], consumed)
 
     def publish(
@@ -106,7 +118,7 @@ class PrefixState:
     def _snapshot(self, slot: int) -> Snapshots:
         where = upload([slot], torch.int64, self.model.device)
         state = {"target": self.model.target.snapshot(where)}
-        if self.model.drafter is not None:
+        if self.drafts and self.model.drafter is not None:
             state["drafter"] = self.model.drafter.snapshot(where)
         return state
 

@@ -43,6 +43,8 @@ class PrefixCache:
         self.page_bytes = tuple(page_bytes)
         self.budget = budget
         self.statistics = PrefixStatistics()
+        #: Whether checkpoints have draft state; None until somebody uses the cache.
+        self.drafts: bool | None = None
         self._entries: OrderedDict[bytes, PrefixEntry] = OrderedDict()
         self._held: tuple[Counter[int], ...] = tuple(Counter() for _ in self.pools)
         self._state_bytes = 0

@@ -116,7 +116,17 @@ def test_everything_that_is_held(name: str, options: dict[str, Any]) -> None:
 
     # nothing is left out: every storage behind the loaded model is an item
     assert not any(item.estimated for item in plan.items)
-    whole = held_bytes([model.target, model.drafter, model.rounds, model.first_tokens, model.arena, model.prompts])
+    whole = held_bytes(
+        [
+            model.target,
+            model.drafter,
+            model.rounds,
+            model.first_tokens,
+            model.arena,
+            model.prompts,
+            model.ordinary,
+        ]
+    )
     assert whole == plan.allocated + plan.of("host")
     assert plan.total == plan.allocated + plan.of("snapshots")
     if config.snapshot_bytes:
