@@ -85,8 +85,9 @@ class Target(Protocol):
         taken: [B] int64 between verification and commit: the state as if that many inputs were consumed; None between rounds.
         """
 
-    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
-        """Gives a slot the state of ``consumed`` tokens from a snapshot of one lane. Pages are the caller's. Host side."""
+    def restore(self, slot: Tensor, state: Mapping[str, Tensor], consumed: Tensor) -> None:
+        """Gives a slot the state of ``consumed`` tokens from a snapshot of one lane. slot, consumed: [1] int64. Pages are the
+        caller's. Between rounds; a tensor program that may be captured."""
 
     def feedback(self, slots: Tensor) -> Tensor:
         """Saved feedback row h[N−1] of each slot, [B, D]; what a drafter completes with the pending token."""
@@ -174,9 +175,9 @@ class Drafter(Protocol):
         were emitted; None between rounds.
         """
 
-    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+    def restore(self, slot: Tensor, state: Mapping[str, Tensor], consumed: Tensor) -> None:
         """Gives a slot the state of max(consumed − lag, 0) absorbed rows from a snapshot of one lane: one taken at that length,
-        or, where rows stay readable by position, at a greater one. Pages are the caller's. Host side."""
+        or, where rows stay readable by position, at a greater one. Otherwise as ``Target.restore``."""
 
     def faults(self, slots: Tensor) -> Tensor:
         """As ``Target.faults``."""

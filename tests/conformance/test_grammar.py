@@ -24,10 +24,11 @@ from torch import Tensor
 from specdec.catalog import RoundShape
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
-from specdec.round import transaction
 from specdec.round.allocated import AllocatedRound
 from specdec.round.completion import Completion, Finish
 from specdec.round.transaction import ChainRound
+from specdec.sampling.law import LawParams
+from specdec.sampling.sampler import ReferenceSampler
 from specdec.serving.grammar import Grammar, GrammarCompiler, GrammarState
 from specdec.serving.model import LoadedModel
 from specdec.testing import CapturableGuard
@@ -130,20 +131,18 @@ def text_of(tokens: Sequence[int]) -> str:
 @pytest.mark.parametrize(
     "drafts", [[A, X, B, C], [A, X, C, D], [X, C, C, STOP], [A, B, A, B], [C, X, C, C]], ids=text_of
 )
-def test_b20_every_row_is_masked_by_its_own_prefix(
-    kind: type[ChainRound], drafts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_b20_every_row_is_masked_by_its_own_prefix(kind: type[ChainRound], drafts: list[int]) -> None:
     """A mode change inside the drafts: what the law of each row is made from, bonus row included, row by row."""
     seen: list[Tensor] = []
-    original = transaction.law
 
-    def watched(logits: Tensor, *arguments: Any) -> Tensor:
-        seen.append(logits.clone())
-        return original(logits, *arguments)
+    class Watched(ReferenceSampler):
+        def law(self, logits: Tensor, params: LawParams, vocab_size: int | None = None) -> Tensor:
+            seen.append(logits.clone())
+            return super().law(logits, params, vocab_size)
 
     run = Run(kind=kind)
     run.admit(0, output=[A])
-    monkeypatch.setattr(transaction, "law", watched)
+    run.model.arena.sampler = Watched()
     (done,) = run.round([0], {0: drafts}, drafts=4)
     (logits,) = seen
     assert logits.shape == (1, 5, VOCAB)

@@ -63,7 +63,9 @@ _CUDA_GRAPH = torch.cuda.CUDAGraph
 
 
 def programs(model: LoadedModel) -> dict[str, Program]:
+    assert model.ordinary is not None
     found = {f"B{batch} W{width}": one.program for (batch, width), one in model.rounds.items()}
+    found |= {f"ordinary B{batch}": one.program for (batch, _), one in model.ordinary.rounds.items()}
     return found | {f"first tokens B{batch}": one.program for batch, one in model.first_tokens.items()}
 
 
@@ -88,6 +90,14 @@ def test_every_shape_is_captured_in_every_variant(model: LoadedModel) -> None:
         bytes=model.graphs.bytes,
         nodes=sum(node_kinds(graph)["kernel"] for p in programs(model).values() for graph in p.graphs.values()),
     )
+
+
+def test_every_operation_of_serving_is_captured(model: LoadedModel) -> None:
+    """Prompts, snapshots and restores, with and without drafts, and decoding without drafts."""
+    assert model.ordinary is not None
+    assert model.prompts.captured and model.ordinary.prompts.captured
+    assert model.slot_state.captured and model.ordinary.slot_state.captured
+    assert all(one.program.captured for one in (*model.rounds.values(), *model.ordinary.rounds.values()))
 
 
 def test_replays_allocate_and_wait_for_nothing(model: LoadedModel) -> None:

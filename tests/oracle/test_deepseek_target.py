@@ -293,7 +293,7 @@ def test_snapshot_between_verification_and_commit(driver, tokens, taken):
     for name, values in store.tensors.items():
         if "_r" in name:
             values[:, store.page_table[1]] = values[:, store.page_table[0]]
-    driver.target.restore(1, snapshot, 61 + taken)
+    driver.target.restore(torch.tensor([1]), snapshot, torch.tensor([61 + taken]))
     driver.consumed[1] = 61 + taken
     driver.prefill(2, tokens[: 61 + taken])
     assert furthest(driver.state(1), driver.state(2)) <= EXACT

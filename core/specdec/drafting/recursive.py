@@ -119,11 +119,11 @@ class RecursiveDrafter(ABC, Generic[Plan]):
         """See ``Drafter.snapshot``. Rows are addressed by position and tag, so ``restore`` finds any earlier length in it."""
         return self.store.state_after(slots, torch.zeros_like(slots))
 
-    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+    def restore(self, slot: Tensor, state: Mapping[str, Tensor], consumed: Tensor) -> None:
         """See ``Drafter.restore``."""
-        rows = max(consumed - 1, 0)
+        rows = (consumed - 1).clamp(min=0)
         changed = open_group_state(state, rows, self._group_tokens)
-        self.store.restore(slot, {**state, **changed, "rows": torch.full_like(state["rows"], rows)})
+        self.store.restore(slot, {**state, **changed, "rows": torch.zeros_like(state["rows"]) + rows})
 
     def faults(self, slots: Tensor) -> Tensor:
         """See ``Drafter.faults``."""

@@ -260,8 +260,8 @@ def move_anchor(store: StateStore, slots: Tensor, positions: Tensor, *, prompt: 
     store.write_row("anchor", slots, positions[:, -1] if prompt else positions[:, 0])
 
 
-def open_group_state(state: Mapping[str, Tensor], rows: int, ratio: int) -> dict[str, Tensor]:
-    """Ring tags and anchor of a state in which exactly ``rows`` positions are history.
+def open_group_state(state: Mapping[str, Tensor], rows: Tensor, ratio: int) -> dict[str, Tensor]:
+    """Ring tags and anchor of a state in which exactly ``rows`` [1] int64 positions are history.
 
     Only the members of the open group stay valid: a later interval reads no other carried row. The next interval starts at
     ``rows``, as after a prompt.
@@ -270,5 +270,5 @@ def open_group_state(state: Mapping[str, Tensor], rows: int, ratio: int) -> dict
     kept = (tags >= rows - rows % ratio) & (tags < rows)
     return {
         "raw_tags": torch.where(kept, tags, -1),
-        "anchor": torch.full_like(state["anchor"], rows - 1),
+        "anchor": torch.zeros_like(state["anchor"]) + (rows - 1),
     }

@@ -120,7 +120,7 @@ class RowTarget(ABC):
         """See ``Target.snapshot``."""
         return self.store.state_after(slots, torch.zeros_like(slots) if taken is None else taken)
 
-    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+    def restore(self, slot: Tensor, state: Mapping[str, Tensor], consumed: Tensor) -> None:
         """See ``Target.restore``."""
         self._chunk = None
         if self._group_tokens is not None:

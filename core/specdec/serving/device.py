@@ -14,10 +14,11 @@ from specdec.scheduling.device import RoundPlan, RoundResult
 from specdec.scheduling.resident import Resident
 from specdec.serving.grammar import GrammarCompiler, GrammarState
 from specdec.serving.model import STOP_IDS, LoadedModel
-from specdec.serving.prefixes import PrefixState, Snapshots
+from specdec.serving.prefixes import PrefixState
 from specdec.serving.prefixes import prefix_cache as empty_cache
 from specdec.serving.prompt_scores import PromptScores
 from specdec.serving.request import Request, TokenLogprobs
+from specdec.serving.slot_state import Snapshots
 from specdec.serving.stops import StopMatcher
 from specdec.state.prefix import PrefixCache
 from specdec.state.prefix_records import PrefixStatistics
@@ -266,8 +267,8 @@ class ModelDevice:
             )
             if plan.boundary:
                 boundary = captured.boundary_state
-                if self._queued:
-                    # the next round of this shape may reuse the buffers before this one is collected
+                if self._queued or captured.program.captured:
+                    # the next round, or a snapshot of a slot, may reuse the buffers before this one is collected
                     boundary = {
                         owner: {name: value.clone() for name, value in part.items()} for owner, part in boundary.items()
                     }

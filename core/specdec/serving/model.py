@@ -29,6 +29,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sampler_for
 from specdec.serving.budget import checked_plan
 from specdec.serving.prompt_rows import PromptRows
+from specdec.serving.slot_state import SlotState
 from specdec.snapshot_sizes import checkpoint_pages
 from specdec.state.pages import PagePool
 from specdec.state.store import StateStore
@@ -98,10 +99,11 @@ def _stores(target: Target, drafter: Drafter | None) -> tuple[StateStore, ...]:
 
 @frozen(kw_only=True, eq=False)
 class OrdinaryOperations:
-    """What a start with zero drafts runs: rounds of width one by batch capacity, and prompts, on the target alone."""
+    """What a start with zero drafts runs on the target alone: rounds of width one by batch capacity, prompts, checkpoints."""
 
     rounds: dict[tuple[int, int], Round]
     prompts: PromptRows
+    slot_state: SlotState
 
 
 def _capture(
@@ -110,10 +112,11 @@ def _capture(
     rounds: Mapping[tuple[int, int], Round],
     first: Mapping[int, FirstToken],
     prompts: PromptRows,
+    slot_state: SlotState,
     spare: int,
 ) -> None:
-    """Captures every round in every variant that the configuration may ask for, and prompt chunks. All staged lanes are still the
-    spare slot, which is written."""
+    """Captures rounds in every variant that the configuration may ask for, prompt chunks and snapshots. Staged lanes are still
+    the spare slot, which is written."""
     extended, masked = config.extended_sampling, config.grammar
     variants = prepared_variants(boundary=config.snapshot_bytes > 0, extended=extended, masked=masked)
     for one in rounds.values():
@@ -121,6 +124,8 @@ def _capture(
     for sampled in first.values():
         sampled.program.capture(graphs, prepared_variants(boundary=False, extended=extended, masked=masked))
     prompts.capture(graphs, chunk_sizes(config.prefill_tokens, config.context), spare)
+    if config.snapshot_bytes:
+        slot_state.capture(graphs, spare)
 
 
 class LoadedModel:
@@ -141,6 +146,7 @@ class LoadedModel:
         first_tokens: dict[int, FirstToken],
         arena: Arena,
         prompts: PromptRows | None = None,
+        slot_state: SlotState | None = None,
         ordinary: OrdinaryOperations | None = None,
         graphs: GraphPool | None = None,
         memory: MemoryPlan | None = None,
@@ -158,6 +164,8 @@ class LoadedModel:
         self.arena = arena
         #: How prompts are consumed.
         self.prompts = PromptRows(target, drafter, device) if prompts is None else prompts
+        #: What prefix checkpoints take from slots and give to them.
+        self.slot_state = SlotState(target, drafter, arena) if slot_state is None else slot_state
         #: Decoding and prompts without draft work, for a start with zero drafts; None without a drafter or with ``mtp_only``.
         self.ordinary = ordinary
         #: Pool of the captured rounds; None where rounds run eagerly.
@@ -263,13 +271,15 @@ class LoadedModel:
                     for shape in ordinary_shapes(config)
                 },
                 prompts=PromptRows(target, None, where),
+                slot_state=SlotState(target, None, arena),
             )
+            slot_state = SlotState(target, drafter, arena)
             graphs = None
             if where.type == "cuda" and config.cuda_graphs:
                 graphs = GraphPool(where)
-                _capture(graphs, config, rounds, first_tokens, prompts, slots)
+                _capture(graphs, config, rounds, first_tokens, prompts, slot_state, slots)
                 if ordinary.rounds:
-                    _capture(graphs, config, ordinary.rounds, {}, ordinary.prompts, slots)
+                    _capture(graphs, config, ordinary.rounds, {}, ordinary.prompts, ordinary.slot_state, slots)
                 for store in _stores(target, drafter):
                     # rehearsals left a prompt of their own in the spare slot
                     store.reset(store.spare)
@@ -286,6 +296,7 @@ class LoadedModel:
             first_tokens=first_tokens,
             arena=arena,
             prompts=prompts,
+            slot_state=slot_state,
             ordinary=ordinary if ordinary.rounds else None,
             graphs=graphs,
             memory=memory if memory is None or graphs is None else memory.measured(graphs=graphs.bytes),

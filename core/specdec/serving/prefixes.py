@@ -5,27 +5,21 @@ The cache (``specdec.state.prefix``) decides; this module does the tensor work t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
 
 from specdec.declaration import StateKind
 from specdec.errors import UsageError
 from specdec.scheduling.resident import TokenRun
+from specdec.serving.slot_state import Snapshots
 from specdec.snapshot_sizes import page_bytes
 from specdec.state.pages import PagePool
 from specdec.state.prefix import PrefixCache
 from specdec.state.prefix_records import PageCopy
 from specdec.state.store import StateStore
-from specdec.state.upload import upload
 
 if TYPE_CHECKING:
     from specdec.serving.model import LoadedModel
-
-#: "target" and "drafter" snapshots by field name, as a round's ``boundary_state``.
-Snapshots = Mapping[str, Mapping[str, Tensor]]
 
 
 def prefix_cache(model: LoadedModel, budget: int | None = None) -> PrefixCache:
@@ -54,8 +48,10 @@ class PrefixState:
             raise UsageError(
                 f"the prefix cache holds checkpoints of requests {kind} drafts; make one for this start with prefix_cache(model)"
             )
+        ordinary = model.ordinary if model.drafter is not None and not self.drafts else None
         self.model = model
         self.cache = cache
+        self.slot_state = model.slot_state if ordinary is None else ordinary.slot_state
         cache.drafts = self.drafts
 
     @property
@@ -79,7 +75,7 @@ class PrefixState:
                 store.set_pages(slot, pool.owned(slot))
             self._copy(claim.copies)
             if claim.entry is not None:
-                self._restore(slot, claim.entry.state, claim.consumed)
+                self.slot_state.restore(slot, claim.entry.state, claim.consumed)
         except BaseException:
             self.cache.release(slot)
             raise
@@ -94,11 +90,6 @@ class PrefixState:
             if more:
                 store.set_pages(slot, pool.owned(slot))
 
-    def _restore(self, slot: int, state: Snapshots, consumed: int) -> None:
-        self.model.target.restore(slot, state["target"], consumed)
-        if self.drafts and self.model.drafter is not None:
-            self.model.drafter.restore(slot, state["drafter"], consumed)
-
     def publish(
         self, slot: int, run: TokenRun, length: int, *, boundary: Snapshots | None = None, lane: int = 0
     ) -> None:
@@ -110,17 +101,10 @@ class PrefixState:
         key = run.key(length)
         if self.cache.touch(key, run.tokens, length):
             return
-        state = self._snapshot(slot) if boundary is None else _lane(boundary, lane)
+        state = self.slot_state.snapshot(slot) if boundary is None else _lane(boundary, lane)
         size = sum(value.nbytes for part in state.values() for value in part.values())
         rows = [length - lag for lag in self.model.page_lags]
         self._copy(self.cache.publish(slot, key, run.tokens, length, rows, state, size))
-
-    def _snapshot(self, slot: int) -> Snapshots:
-        where = upload([slot], torch.int64, self.model.device)
-        state = {"target": self.model.target.snapshot(where)}
-        if self.drafts and self.model.drafter is not None:
-            state["drafter"] = self.model.drafter.snapshot(where)
-        return state
 
     def _copy(self, copies: Iterable[PageCopy]) -> None:
         for copy in copies:

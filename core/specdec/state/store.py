@@ -238,24 +238,22 @@ class StateStore:
                 found[field.name] = tensor.index_select(1, slots)
         return found
 
-    def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
+    def restore(self, slot: Tensor, state: Mapping[str, Tensor]) -> None:
         """Writes a state of one lane (``state_after`` with B = 1) into a slot; pages and ring tags are the caller's.
 
-        Host side, between rounds. Raises KeyError if a field is missing.
+        slot: [1] int64. Between rounds. Raises KeyError if a field is missing.
         """
         for field in self.layout.fields:
             if field.kind in (StateKind.PAGED, StateKind.RECORDS):
                 continue
-            value = state[field.name][:, 0]
             tensor = self.tensors[field.name]
             if field.kind is StateKind.WINDOW:
-                tensor[:, slot, : field.extent] = value
-            elif field.kind is StateKind.RING:
-                tensor[:, slot] = value
-            else:
-                tensor[:, slot, 0] = value
-        self.selected[slot] = 0
-        self.faults[slot] = 0
+                tensor = tensor[:, :, : field.extent]
+            elif field.kind is not StateKind.RING:
+                tensor = tensor[:, :, 0]
+            tensor.index_copy_(1, slot, state[field.name])
+        self.selected.index_fill_(0, slot, 0)
+        self.faults.index_fill_(0, slot, 0)
 
     def poison(self) -> None:
         """Overwrites everything that is not committed: unselected columns, window candidates, records, spare slot, trash page.

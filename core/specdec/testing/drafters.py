@@ -60,7 +60,7 @@ class WrappedDrafter:
         """See ``Drafter.snapshot``."""
         return self.inner.snapshot(slots, taken)
 
-    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+    def restore(self, slot: Tensor, state: Mapping[str, Tensor], consumed: Tensor) -> None:
         """See ``Drafter.restore``."""
         self.inner.restore(slot, state, consumed)
 

@@ -164,9 +164,9 @@ class DsparkDrafter:
         """See ``Drafter.snapshot``."""
         return self.store.state_after(slots, torch.zeros_like(slots) if taken is None else taken)
 
-    def restore(self, slot: int, state: Mapping[str, Tensor], consumed: int) -> None:
+    def restore(self, slot: Tensor, state: Mapping[str, Tensor], consumed: Tensor) -> None:
         """See ``Drafter.restore``. The snapshot must be of exactly ``consumed`` inputs: rows pushed out are gone."""
-        self.store.restore(slot, {**state, "rows": torch.full_like(state["rows"], consumed)})
+        self.store.restore(slot, {**state, "rows": torch.zeros_like(state["rows"]) + consumed})
 
     def faults(self, slots: Tensor) -> Tensor:
         """See ``Drafter.faults``."""

@@ -125,7 +125,7 @@ def test_an_interval_that_does_not_follow_is_a_fault():
 @pytest.mark.parametrize("rows", range(8, 13))
 def test_a_restored_state_keeps_the_open_group_alone(rows):
     tags = torch.tensor([10, 11, 12, 3, 4, 5, 6, 7, 8, 9]).view(1, 1, RING)
-    state = open_group_state({"raw_tags": tags, "anchor": torch.tensor([[5]])}, rows, RATIO)
+    state = open_group_state({"raw_tags": tags, "anchor": torch.tensor([[5]])}, torch.tensor([rows]), RATIO)
     held = sorted(tag for tag in state["raw_tags"].flatten().tolist() if tag >= 0)
     assert held == list(range(rows - rows % RATIO, rows))
     assert state["anchor"].item() == rows - 1

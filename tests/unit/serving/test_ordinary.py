@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from specdec.errors import UsageError
 from specdec.preparation import PreparationConfig
@@ -13,6 +14,7 @@ from specdec.serving.engine import Engine
 from specdec.serving.model import LoadedModel
 from specdec.serving.prefixes import PrefixState, prefix_cache
 from specdec.serving.request import Request
+from specdec.testing import CapturableGuard
 
 PROMPT, NEW = tuple(range(7, 47)), 12
 
@@ -82,3 +84,25 @@ def test_checkpoints_with_and_without_draft_state_are_not_mixed() -> None:
         first = texts(engine)
         assert texts(engine) == first
         assert engine.metrics.snapshot()["prefix"]["reused_tokens"] > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", RECIPES)
+def test_snapshots_and_restores_pass_the_guard(name: str) -> None:
+    """What graphs are captured of: state goes from one slot to another, and nothing waits for the host."""
+    model = prepared(name)
+    slot, other, length = (torch.tensor([value]) for value in (0, 1, len(PROMPT)))
+    for start in range(0, len(PROMPT), 16):
+        model.prompts.consume(PROMPT[start : start + 16], 0, start)
+    owners = (model.target, model.drafter)
+    with torch.device("meta"), CapturableGuard() as guard:
+        taken = [owner.snapshot(slot) for owner in owners]
+        for owner, state in zip(owners, taken, strict=True):
+            guard.allow(state)
+            owner.restore(other, state, length)
+    for owner, state in zip(owners, taken, strict=True):
+        again = owner.snapshot(other)
+        for field in state:
+            # of rings only the open group stays valid, and says so in its tags
+            if field not in ("raw_tags", "anchor"):
+                assert torch.equal(again[field], state[field]), field

@@ -294,8 +294,9 @@ class Bench:
         """Restores snapshots of one slot's target and drafter into another one, with copies of its pages."""
         self.reset(destination)
         self.copy_pages(source, destination)
-        self.target.restore(destination, target, consumed)
-        self.drafter.restore(destination, drafter, consumed)
+        slot, length = (torch.tensor([value], device=self.arena.device) for value in (destination, consumed))
+        self.target.restore(slot, target, length)
+        self.drafter.restore(slot, drafter, length)
 
     # --- images --------------------------------------------------------------------------------------------------
 
