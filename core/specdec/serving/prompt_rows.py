@@ -35,7 +35,7 @@ class PromptRows:
         self.target = target
         self.drafter = drafter
         self.device = device
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, CapturedChunk] = {}
 
     @property
     def captured(self) -> bool:
@@ -87,27 +87,37 @@ class PromptRows:
 
     def capture(self, pool: GraphPool, sizes: Iterable[int], spare: int) -> None:
         """Captures chunks of these rows, decreasing to 1. Preparation only; the spare slot is written. Raises CaptureError."""
-        chunks = {rows: _Chunk(self, pool, rows, spare) for rows in sizes}
+        chunks = {rows: CapturedChunk(self, rows) for rows in sizes}
         if list(chunks) != sorted(chunks, reverse=True) or 1 not in chunks:
             raise CaptureError(f"chunks of {list(chunks)} rows; sizes must decrease to 1")
+        for chunk in chunks.values():
+            chunk.capture(pool, True, spare)
+            chunk.capture(pool, False, spare)
         self._chunks = chunks
 
 
-class _Chunk:
-    """Graphs of a chunk of T rows, and what they read: [slot | start | tokens T] int64."""
+class CapturedChunk:
+    """A chunk of T rows as graphs, one that begins a prompt and one that does not; they read [slot | start | tokens T] int64."""
 
-    def __init__(self, rows: PromptRows, pool: GraphPool, size: int, spare: int) -> None:
+    def __init__(self, rows: PromptRows, size: int) -> None:
+        self.rows = rows
+        self.size = size
         self._staged = torch.zeros(size + 2, dtype=torch.int64, device=rows.device)
-        self._staged[0] = spare
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, pool: GraphPool, begins: bool, spare: int) -> None:
+        """Captures the chunk that begins a prompt, or the other one; again does nothing. The spare slot is written.
+
+        Raises CaptureError.
+        """
+        if begins in self._graphs:
+            return
+        self._staged.copy_(upload([spare, 0 if begins else 1, *[0] * self.size], torch.int64, self.rows.device))
         slot, start, tokens = self._staged[:1], self._staged[1:2], self._staged[2:]
-        self._graphs = {}
-        for begins in (True, False):
-            # where the rehearsal runs
-            self._staged[1] = 0 if begins else 1
-            run = partial(rows.run, tokens, slot, start, begins=begins)
-            self._graphs[begins] = pool.capture(run, f"a prompt chunk of {size} rows")
+        run = partial(self.rows.run, tokens, slot, start, begins=begins)
+        self._graphs[begins] = pool.capture(run, f"a prompt chunk of {self.size} rows")
 
     def replay(self, tokens: Sequence[int], slot: int, start: int) -> None:
         """Copies the chunk to the device and runs it; waits for nothing."""
-        self._staged.copy_(upload([slot, start, *tokens], torch.int64, self._staged.device))
+        self._staged.copy_(upload([slot, start, *tokens], torch.int64, self.rows.device))
         self._graphs[start == 0].replay()
