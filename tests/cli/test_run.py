@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,22 +59,23 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(run: RunCommand, checkpoi
 
 
 def test_text_is_streamed(run: RunCommand, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a round is over, the text of all rounds before it has been written, as far as its characters are whole."""
-    written: list[str] = []
-    tokens: list[list[int]] = []
+    """While a round is held up, the text of all rounds before it gets written, as far as its characters are whole."""
+    stream, expected, written = Tokenizer.load(checkpoint).stream(), [""], list[str]()
     read = Arena.read_frame
 
     def reading(arena: Arena, frame: int, slots: list[int]) -> list[list[int]]:
-        records = read(arena, frame, slots)
+        # another thread writes; it needs no further round for that, but may need a moment
+        until = time.monotonic() + 20
+        while sys.stdout.getvalue() != expected[-1] and time.monotonic() < until:  # type: ignore[attr-defined]
+            time.sleep(0.001)
         written.append(sys.stdout.getvalue())  # type: ignore[attr-defined]
-        tokens.append(records[0][METADATA_FIELDS : METADATA_FIELDS + records[0][Field.EMITTED]])
+        records = read(arena, frame, slots)
+        emitted = records[0][METADATA_FIELDS : METADATA_FIELDS + records[0][Field.EMITTED]]
+        expected.append(expected[-1] + stream.push(emitted))
         return records
 
     monkeypatch.setattr(Arena, "read_frame", reading)
     assert run().code == 0
-    stream, expected = Tokenizer.load(checkpoint).stream(), [""]
-    for emitted in tokens:
-        expected.append(expected[-1] + stream.push(emitted))
     assert written == expected[:-1]
     assert len(set(written)) > 10
 
