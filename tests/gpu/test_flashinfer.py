@@ -12,6 +12,7 @@ from captured_rounds import CapturedRun, Case, captured, folders
 from command import specdec
 from cuda_graphs import node_kinds, nothing_allocated_nor_synchronised
 from gpu_results import record
+from law_cases import REQUESTS
 from torch import Tensor
 
 from specdec.ops.select import reference_operators
@@ -170,17 +171,7 @@ def test_laws_of_small_vocabularies_are_those_of_the_plain_operations(
     vocab: int, kept: int, dtype: torch.dtype
 ) -> None:
     """Ordinary rows, rows of ties, forbidden ids, and rows without a law; parameters are columns of a table."""
-    requests = [
-        {},
-        {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
-        {"temperature": 1.3, "top_p": 0.6},
-        {"min_p": 0.05, "top_k": 3},
-        {"greedy": True, "min_p": 0.2},
-        {"top_k": 5000, "top_p": 0.3},
-        {"top_k": 1},
-        {"top_p": 1e-6},
-    ]
-    logits = (torch.randn(len(requests), 6, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(
+    logits = (torch.randn(len(REQUESTS), 6, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(
         "cuda", dtype
     )
     logits[:, 1] = logits[:, 1].round()
@@ -190,7 +181,7 @@ def test_laws_of_small_vocabularies_are_those_of_the_plain_operations(
     logits[:, 4, kept // 2] = torch.inf
     logits[:, 5] = -torch.inf
     logits[..., kept:] = 90.0
-    params = LawParams.of([SamplingParams(**one) for one in requests], "cuda")
+    params = LawParams.of([SamplingParams(**one) for one in REQUESTS], "cuda")
     table = torch.stack([params.temperature, params.top_p, params.min_p], 1)
     columns = LawParams(
         temperature=table[:, 0], top_p=table[:, 1], min_p=table[:, 2], top_k=params.top_k, greedy=params.greedy

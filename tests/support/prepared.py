@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from attrs import frozen
 
 from specdec.interfaces import Capacities
 from specdec.round.arena import Arena
 from specdec.sampling.params import SamplingParams
+from specdec.serving.prompt_rows import PromptRows
 
 
 @frozen(kw_only=True, eq=False)
@@ -41,13 +41,13 @@ class Prepared:
             store.reset(slot)
             reach = store.page_table.shape[1]
             store.set_pages(slot, range(1 + slot * reach, 1 + (slot + 1) * reach))
-        where = torch.tensor([slot], device=self.arena.device)
+        prompts = PromptRows(self.target, self.drafter, self.arena.device)
         inputs = [*prompt, *output[:-1]]
         start, sizes = 0, list(chunks) or [len(inputs)]
         while start < len(inputs):
             size = sizes.pop(0) if sizes else len(inputs) - start
             chunk = inputs[start : start + size]
-            self.consume(where, chunk, start)
+            prompts.consume(chunk, slot, start)
             start += len(chunk)
         self.arena.requests.admit(
             slot,
@@ -61,14 +61,3 @@ class Prepared:
             output=output,
             min_new_tokens=min_new_tokens,
         )
-
-    def consume(self, where: torch.Tensor, chunk: list[int], start: int) -> torch.Tensor:
-        """One prompt chunk through target and drafter."""
-        tail = self.target.feedback(where)
-        tokens = torch.tensor(chunk, device=self.arena.device)
-        rows = self.target.prefill(tokens, where, start)
-        if start:
-            self.drafter.prefill(torch.cat([tail, rows[:-1]]), tokens, where, start - 1)
-        elif len(chunk) > 1:
-            self.drafter.prefill(rows[:-1], tokens[1:], where, 0)
-        return rows

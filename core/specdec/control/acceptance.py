@@ -40,7 +40,7 @@ LOCAL_HALF_LIFE = 64.0
 RECENT_HALF_LIFE = 12.0
 #: Text counts as changed when recent outcomes are so many times likelier with every prefix accepted as often as twice the prefix,
 #: or half of it, was: a cumulative sum test (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) in products. A false
-#: alarm is cheap, the counts come back within some rounds; at 30 noise costs a tenth of a per cent more.
+#: alarm is cheap, the counts come back within some rounds; a lower bound pays for more of them than it gains after changes.
 SURPRISE = 60.0
 #: Newest outcomes that keep their weight after a surprise, for it was they that surprised.
 LATEST = 4
@@ -58,7 +58,7 @@ FEWEST_SHARED, MOST_SHARED, SHARED_AFTER_SURPRISE = 4.0, 32.0, 3.0
 #: Outcomes that recent rejections stand for, when the spread of requests is taken from them.
 RECENT_OUTCOMES = 10.0
 #: An estimate of n outcomes changes little by one more. It is made anew, and time passes, after half as many rounds, and after so
-#: many at the latest; with 64 lanes that is a quarter of the host's time for a round.
+#: many at the latest: with many lanes that is most of what a decision costs the host.
 SETTLED_ROUNDS = 8
 #: Weights grow instead of every count shrinking; from here they are brought back to 1, long before precision is lost.
 _GREATEST_WEIGHT = 1e9

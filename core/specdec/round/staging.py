@@ -19,6 +19,7 @@ class Staging:
         self.batch = batch
         self.copied_drafts = copied_drafts
         self.spare = arena.slots
+        self._transfers = arena.transfers
         # one per frame: the copy of a queued round may still be reading the other
         pinned = arena.device.type == "cuda"
         size = 2 * batch + 2
@@ -49,6 +50,7 @@ class Staging:
         idle = self.batch - len(slots)
         row = [*slots, *[self.spare] * idle, *ceilings, *[0] * idle, number % 2, number]
         row += staged_copies(copies, len(slots), self.batch, self.copied_drafts)
+        self._transfers.begin(number)
         host = self._hosts[number % 2]
         host.copy_(torch.tensor(row, dtype=torch.int64))
         self._device.copy_(host, non_blocking=True)

@@ -29,7 +29,8 @@ class FrameTransfers:
             self._ended = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def begin(self, number: int) -> None:
-        """Before round ``number`` is submitted, on its stream."""
+        """Before anything of round ``number`` is queued, on its stream: what the host has of this frame is no longer the last
+        round's. Every staged round calls it."""
         if not self._cuda:
             return
         half = number % 2
@@ -40,7 +41,8 @@ class FrameTransfers:
         self._begun[half].record(stream)
 
     def end(self, number: int) -> None:
-        """After round ``number`` was submitted: queues the copy of its frame. Does not wait."""
+        """After round ``number`` was submitted: queues the copy of its frame. Does not wait. Whoever reads rounds without it
+        reads the buffers themselves."""
         if not self._cuda:
             return
         half, ended = number % 2, self._ended[number % 2]
@@ -63,7 +65,7 @@ class FrameTransfers:
 
     def host(self, half: int) -> tuple[Tensor, ...] | None:
         """The host's copies of the buffers, of which this half is that of the last round; waits for it. None where the host reads
-        the buffers themselves: on a CPU, and for rounds that were not announced here."""
+        the buffers themselves: on a CPU, and after rounds whose copy was not asked for."""
         copied = self._copied[half]
         if copied is None:
             return None

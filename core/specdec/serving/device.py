@@ -247,7 +247,6 @@ class ModelDevice:
         """See ``Device.submit``. On a CPU the round runs here, elsewhere it is queued."""
         started = time.perf_counter()
         boundary, masked = None, False
-        self._transfers.begin(plan.number)
         for lane in plan.lanes:
             if lane.masks is not None and self.model.arena.masks is not None:
                 self.model.arena.masks.write(lane.slot, lane.masks)

@@ -6,23 +6,13 @@ import os
 
 import pytest
 import torch
+from law_cases import REQUESTS
 
 from specdec.sampling.law import LawParams, law
 from specdec.sampling.params import SamplingParams
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-
-REQUESTS = [
-    {},
-    {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
-    {"temperature": 1.3, "top_p": 0.6},
-    {"min_p": 0.05, "top_k": 3},
-    {"greedy": True, "min_p": 0.2},
-    {"top_k": 5000, "top_p": 0.3},
-    {"top_k": 1},
-    {"top_p": 1e-6},
-]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -141,7 +141,7 @@ class Bench:
         return self.capacities.slots
 
     def where(self, *slots: int) -> Tensor:
-        """Slots as a tensor [n] int64 on the bench's device."""
+        """Slots, or other numbers, as a tensor [n] int64 on the bench's device."""
         return torch.tensor(slots, dtype=torch.int64, device=self.arena.device)
 
     def capture(
@@ -296,7 +296,7 @@ class Bench:
         """Restores snapshots of one slot's target and drafter into another one, with copies of its pages."""
         self.reset(destination)
         self.copy_pages(source, destination)
-        slot, length = (torch.tensor([value], device=self.arena.device) for value in (destination, consumed))
+        slot, length = self.where(destination), self.where(consumed)
         self.target.restore(slot, target, length)
         self.drafter.restore(slot, drafter, length)
 
