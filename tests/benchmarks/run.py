@@ -97,10 +97,13 @@ def captured_over_eager(
 
 
 def larger(args: argparse.Namespace, models: tuple[LoadedModel, LoadedModel], batch: int) -> dict[str, Any]:
-    """Plain decoding, some draft counts and adaptive widths with so many requests at once."""
+    """Plain decoding, some draft counts and adaptive widths with so many requests at once.
+
+    Four times as many requests follow each other into the lanes, so that most rounds are full.
+    """
     speculative, plain = models
     requests = heldout_requests(
-        speculative, files=max(args.files, batch), prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens
+        speculative, files=max(args.files, 4 * batch), prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens
     )
     maximum = speculative.config.max_draft_tokens
     counts = sorted({1, 3, maximum} & {width - 1 for width in speculative.config.speculative_widths} | {0, maximum})

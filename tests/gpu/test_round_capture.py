@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 
@@ -38,11 +39,13 @@ def test_replayed_rounds_equal_eager_rounds(folders: dict[str, Path], case: Case
     ours = CapturedRun(case, folders[case.recipe], budget=BUDGET, dtype=dtype, device="cuda")
     # nothing is staged yet: every lane is the spare slot, so no request advances
     graph = captured(ours.run)
+    gc.collect()
     allocated = torch.cuda.memory_allocated()
     begun = time.perf_counter()
     for _ in ours.play(ROUNDS, graph.replay):
         pass
     captured_seconds = time.perf_counter() - begun
+    gc.collect()
     assert torch.cuda.memory_allocated() == allocated
 
     assert ours.played == eager.played

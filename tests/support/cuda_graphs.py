@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,10 +61,14 @@ def allocations() -> tuple[int, int, int]:
 @contextmanager
 def nothing_allocated_nor_synchronised() -> Iterator[None]:
     """Fails if the block allocates from the caching allocator, or calls anything of torch that waits for the device."""
+    # garbage of earlier tests, collected inside the block, would look like memory given back
+    gc.collect()
+    gc.disable()
     before = allocations()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        gc.enable()
     assert allocations() == before

@@ -11,9 +11,11 @@ FOLDER = Path(__file__).parents[1] / "benchmarks" / "heldout"
 
 
 def heldout_requests(model: LoadedModel, *, files: int, prompt_tokens: int, new_tokens: int) -> list[Request]:
-    """The first tokens of the first ``files`` texts as prompts; request i has seed i."""
+    """The first tokens of ``files`` texts as prompts; after the last text comes the first again. Request i has seed i."""
     requests = []
-    for seed, path in enumerate(sorted(FOLDER.glob("*.txt"))[:files]):
+    texts = sorted(FOLDER.glob("*.txt"))
+    for seed in range(files):
+        path = texts[seed % len(texts)]
         prompt = model.tokenizer.encode(path.read_text(encoding="utf-8"))[:prompt_tokens]
         requests.append(
             Request(

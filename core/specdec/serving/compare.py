@@ -23,8 +23,9 @@ from specdec.serving.statistics import DraftStatistics
 class Arm:
     """One way to run the requests, and what came of it.
 
-    draft_tokens: None is plain decoding without a drafter, 0 keeps draft state at width one. passes: tokens per second of each
-    pass over the requests. outputs: tokens by request, of the last pass. fault: the record of a request that ended as FAULT.
+    draft_tokens: None is plain decoding without a drafter, 0 keeps draft state at width one. seconds: in steps of rounds alone.
+    timed_tokens: what those steps emitted. passes: tokens per second of each pass over the requests. outputs: tokens by request,
+    of the last pass. fault: the record of a request that ended as FAULT.
     """
 
     name: str
@@ -32,14 +33,15 @@ class Arm:
     generator: Generator | Scheduler
     statistics: DraftStatistics = field(factory=DraftStatistics)
     seconds: float = 0.0
+    timed_tokens: int = 0
     passes: list[float] = field(factory=list)
     outputs: dict[int, list[int]] = field(factory=dict)
     fault: Completion | None = None
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens emitted in rounds over the seconds spent in rounds; prompts and first tokens are outside both."""
-        return self.statistics.tokens_in_rounds / self.seconds if self.seconds else 0.0
+        """Tokens over seconds of the steps that ran a round alone; steps with prompts or first tokens are outside both."""
+        return self.timed_tokens / self.seconds if self.seconds else 0.0
 
     def as_data(self, baseline: float) -> dict[str, Any]:
         """Plain types for JSON; baseline: tokens per second of the arm everything is compared with."""
@@ -53,6 +55,7 @@ class Arm:
             "acceptance_by_depth": statistics.acceptance_by_depth,
             "survival_by_depth": statistics.survival_by_depth,
             "seconds": self.seconds,
+            "timed_tokens": self.timed_tokens,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_by_pass": list(self.passes),
             "speed_ratio": self.tokens_per_second / baseline if baseline else 0.0,
@@ -68,7 +71,7 @@ def run_arm(arm: Arm, requests: Sequence[Request], *, counted: bool = True, batc
     waiting = deque(enumerate(requests))
     running: dict[int, int] = {}
     outputs: dict[int, list[int]] = {}
-    seconds = 0.0
+    seconds, tokens = 0.0, 0
     while waiting or running:
         while waiting and len(running) < batch:
             place, request = waiting.popleft()
@@ -78,6 +81,7 @@ def run_arm(arm: Arm, requests: Sequence[Request], *, counted: bool = True, batc
         elapsed = time.perf_counter() - started
         if not any(isinstance(event, Progress) or event.completion.generated == 1 for event in events):
             seconds += elapsed
+            tokens += sum(len(event.tokens) for event in events if isinstance(event, Emission))
         for event in events:
             if isinstance(event, Emission):
                 outputs[running[event.request]].extend(event.tokens)
@@ -90,6 +94,7 @@ def run_arm(arm: Arm, requests: Sequence[Request], *, counted: bool = True, batc
                     arm.statistics.add(event.completion, in_round=event.completion.generated > 1)
     if counted:
         arm.seconds += seconds
+        arm.timed_tokens += tokens
         arm.outputs.update(outputs)
 
 
@@ -105,9 +110,9 @@ def compare(
     for number in range(passes):
         ordered = arms if number % 2 == 0 else list(reversed(arms))
         for arm in ordered:
-            tokens, seconds = arm.statistics.tokens_in_rounds, arm.seconds
+            tokens, seconds = arm.timed_tokens, arm.seconds
             run_arm(arm, requests, batch=batch)
-            tokens, seconds = arm.statistics.tokens_in_rounds - tokens, arm.seconds - seconds
+            tokens, seconds = arm.timed_tokens - tokens, arm.seconds - seconds
             arm.passes.append(tokens / seconds if seconds else 0.0)
 
 
