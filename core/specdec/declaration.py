@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, fields, frozen
 
 from specdec.errors import DeclarationError
 from specdec.layout import StateField, StateKind, StateLayout
@@ -20,6 +20,7 @@ from specdec.validators import as_tuple, integer, text, tuple_of
 __all__ = [
     "DTYPE_BYTES",
     "REQUEST_OPTIONS",
+    "DrafterRecipe",
     "Recipe",
     "SamplingDefaults",
     "StateField",
@@ -63,6 +64,11 @@ SOURCED_FIELDS = (
     "eos_token_ids",
     "speculative_token_capacity",
 )
+
+
+def _check_function(recipe: str, field_name: str, value: str | None) -> None:
+    if value is not None and not _CALLABLE.fullmatch(value):
+        raise DeclarationError(f"Recipe {recipe!r}: {field_name} must look like 'module:function', got {value!r}")
 
 
 def _pairs(sources: Iterable[Iterable[str]]) -> tuple[Any, ...]:
@@ -120,62 +126,11 @@ class SamplingDefaults:
 
 
 @frozen(kw_only=True)
-class Recipe:
-    """One model that can be served speculatively: target, drafter, and the numbers both are prepared with.
-
-    ``name``
-        what users type, for example ``"example-7b"``: lower-case letters, digits, and single ``. _ -`` between them.
-    ``checkpoint``, ``model_types``
-        the checkpoint the numbers were taken from, and the ``model_type`` values of a ``config.json`` that it accepts.
-    ``drafter_method``
-        short name of how drafts are made; shown to users, never branched on by the core.
-    ``default_draft_tokens``, ``max_draft_tokens``, ``widths``
-        draft tokens K used unless asked otherwise, the largest K, and the verification widths W = K + 1 offered.
-    ``speculative_token_capacity``
-        most target rows B·W of a round wider than one token.
-    ``draft_source``
-        what the graphs of the manifest name as origin of proposals.
-    ``confidence_width``
-        confidence values a round returns per lane; 0 if it returns none.
-    ``sampling``, ``eos_token_ids``
-        the checkpoint's sampling defaults and the tokens that end a response.
-    ``supports_history_drafts``
-        whether rounds take copied continuations in place of learned proposals.
-    ``tensor_parallel_sizes``
-        world sizes the plugin can prepare.
-    ``unsupported_options``
-        names from ``REQUEST_OPTIONS`` that rounds of this recipe cannot honour; a request that uses one is refused.
-    ``target_layout``, ``drafter_layout``, ``target_inventory``, ``drafter_inventory``
-        state and stored tensors of the real checkpoint.
-    ``embedded_checkpoint``
-        importable ``"package:folder"`` of the small checkpoint that ships with the plugin, or ``None``.
-    ``profiles``
-        importable ``"package:file"`` of the costs and acceptance curves that ``specdec simulate`` takes for this recipe, or
-        ``None``; see :mod:`specdec.simulation.profiles`. Read by that command alone.
-    ``inventories``
-        importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict) and the open ``Checkpoint``
-        and returns its (target, drafter) inventories, where releases differ in what they store those of the form found; or
-        ``None`` if every checkpoint of the recipe is like the real one. Must not import torch or read weights.
-    ``memory``
-        importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict, or ``None`` for the recipe's
-        own checkpoint), the open ``Checkpoint`` (or ``None``: stored as the recipe's), the ``Capacities``, and whether
-        kernels read experts as they are stored, and returns the :class:`~specdec.held.ModelMemory`: what target and drafter hold
-        once loaded; or ``None``, and then memory is neither planned nor checked before it is allocated. Must not import torch or
-        read weights.
-    ``canonical_name``
-        importable ``"module:function"`` that maps the name of a stored tensor to the one that the inventories declare, or
-        ``None`` if exporters agree on names. Must not import torch.
-    ``sources``
-        pairs of field name and where its number is known from; required for every field of ``SOURCED_FIELDS``.
-
-    Raises:
-        DeclarationError: if a value is out of range, or two declared values contradict each other; the message names both.
-    """
+class _Drafting:
+    """What every recipe says of its drafts; the fields are documented where they are declared by plugins."""
 
     name: str = field(validator=text())
     summary: str = field(validator=text())
-    checkpoint: str = field(validator=text())
-    model_types: tuple[str, ...] = field(converter=as_tuple, validator=tuple_of(str))
     drafter_method: str = field(validator=text())
     default_draft_tokens: int = field(validator=integer(minimum=0))
     max_draft_tokens: int = field(validator=integer(minimum=1))
@@ -183,19 +138,10 @@ class Recipe:
     speculative_token_capacity: int = field(default=128, validator=integer(minimum=1))
     draft_source: str = field(default="learned", validator=text())
     confidence_width: int = field(default=0, validator=integer(minimum=0))
-    sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...] = field(converter=as_tuple, validator=tuple_of(int, minimum=0))
     supports_history_drafts: bool
-    tensor_parallel_sizes: tuple[int, ...] = field(converter=as_tuple, validator=tuple_of(int, minimum=1))
-    target_layout: StateLayout = field(repr=False)
     drafter_layout: StateLayout = field(repr=False)
-    target_inventory: TensorInventory = field(repr=False)
-    drafter_inventory: TensorInventory = field(repr=False)
-    embedded_checkpoint: str | None = field(default=None)
     profiles: str | None = field(default=None)
-    inventories: str | None = field(default=None)
-    memory: str | None = field(default=None)
-    canonical_name: str | None = field(default=None)
+    drafter_memory: str | None = field(default=None)
     unsupported_options: tuple[str, ...] = field(default=(), converter=as_tuple, validator=tuple_of(str, empty=True))
     sources: tuple[tuple[str, str], ...] = field(converter=_pairs)
 
@@ -236,29 +182,19 @@ class Recipe:
                 f"({self.widths.widths[-1]})"
             )
 
-    @eos_token_ids.validator
-    def _distinct(self, attribute: object, value: tuple[int, ...]) -> None:
-        if len(set(value)) != len(value):
-            raise DeclarationError(f"Recipe {self.name!r}: eos_token_ids repeat: {value}")
-
-    @target_layout.validator
     @drafter_layout.validator
-    def _layout_owner(self, attribute: object, value: StateLayout) -> None:
-        field_name: str = attribute.name  # type: ignore[attr-defined]
-        owner = field_name.removesuffix("_layout")
+    def _drafter_layout_owner(self, attribute: object, value: StateLayout) -> None:
+        self._check_layout("drafter", value)
+
+    def _check_layout(self, owner: str, value: StateLayout) -> None:
         if not isinstance(value, StateLayout) or value.owner != owner:
-            raise DeclarationError(f"Recipe {self.name!r}: {field_name} must be a StateLayout whose owner is {owner!r}")
+            raise DeclarationError(
+                f"Recipe {self.name!r}: {owner}_layout must be a StateLayout whose owner is {owner!r}"
+            )
         if value.max_draft_tokens < self.max_draft_tokens:
             raise DeclarationError(
-                f"Recipe {self.name!r}: {field_name} keeps a horizon of {value.max_draft_tokens} draft tokens, "
+                f"Recipe {self.name!r}: {owner}_layout keeps a horizon of {value.max_draft_tokens} draft tokens, "
                 f"but the recipe drafts up to {self.max_draft_tokens}"
-            )
-
-    @embedded_checkpoint.validator
-    def _embedded_form(self, attribute: object, value: str | None) -> None:
-        if value is not None and not _EMBEDDED.fullmatch(value):
-            raise DeclarationError(
-                f"Recipe {self.name!r}: embedded_checkpoint must look like 'package:folder', got {value!r}"
             )
 
     @profiles.validator
@@ -266,15 +202,9 @@ class Recipe:
         if value is not None and not _EMBEDDED.fullmatch(value):
             raise DeclarationError(f"Recipe {self.name!r}: profiles must look like 'package:file', got {value!r}")
 
-    @inventories.validator
-    @memory.validator
-    @canonical_name.validator
-    def _function_form(self, attribute: object, value: str | None) -> None:
-        if value is not None and not _CALLABLE.fullmatch(value):
-            field_name: str = attribute.name  # type: ignore[attr-defined]
-            raise DeclarationError(
-                f"Recipe {self.name!r}: {field_name} must look like 'module:function', got {value!r}"
-            )
+    @drafter_memory.validator
+    def _drafter_memory_form(self, attribute: object, value: str | None) -> None:
+        _check_function(self.name, "drafter_memory", value)
 
     @unsupported_options.validator
     def _known_options(self, attribute: object, value: tuple[str, ...]) -> None:
@@ -292,7 +222,7 @@ class Recipe:
                 f"Recipe {self.name!r}: sources are pairs of field name and text, got {malformed[0]!r}"
             )
         stated = {name for name, source in value if source.strip()}
-        missing = [name for name in SOURCED_FIELDS if name not in stated]
+        missing = [name for name in self._sourced_fields() if name not in stated]
         if missing:
             raise DeclarationError(
                 f"Recipe {self.name!r}: no source given for {', '.join(missing)}; add them to sources"
@@ -301,6 +231,157 @@ class Recipe:
         if unknown:
             raise DeclarationError(f"Recipe {self.name!r}: sources name unknown fields: {', '.join(unknown)}")
 
+    @classmethod
+    def _sourced_fields(cls) -> tuple[str, ...]:
+        """Fields whose number must name its source, of those that this kind of recipe has."""
+        return tuple(name for name in SOURCED_FIELDS if hasattr(cls, name))
+
     def source_of(self, field_name: str) -> str:
         """Where the number of ``field_name`` is known from; empty if no source was stated."""
         return dict(self.sources).get(field_name, "")
+
+
+@frozen(kw_only=True)
+class Recipe(_Drafting):
+    """One model that can be served speculatively: target, drafter, and the numbers both are prepared with.
+
+    ``name``
+        what users type, for example ``"example-7b"``: lower-case letters, digits, and single ``. _ -`` between them.
+    ``checkpoint``, ``model_types``
+        the checkpoint the numbers were taken from, and the ``model_type`` values of a ``config.json`` that it accepts.
+    ``drafter_method``
+        short name of how drafts are made; shown to users, never branched on by the core.
+    ``default_draft_tokens``, ``max_draft_tokens``, ``widths``
+        draft tokens K used unless asked otherwise, the largest K, and the verification widths W = K + 1 offered.
+    ``speculative_token_capacity``
+        most target rows B·W of a round wider than one token.
+    ``draft_source``
+        what the graphs of the manifest name as origin of proposals.
+    ``confidence_width``
+        confidence values a round returns per lane; 0 if it returns none.
+    ``sampling``, ``eos_token_ids``
+        the checkpoint's sampling defaults and the tokens that end a response.
+    ``supports_history_drafts``
+        whether rounds take copied continuations in place of learned proposals.
+    ``tensor_parallel_sizes``
+        world sizes the plugin can prepare.
+    ``unsupported_options``
+        names from ``REQUEST_OPTIONS`` that rounds of this recipe cannot honour; a request that uses one is refused.
+    ``target_layout``, ``drafter_layout``, ``target_inventory``, ``drafter_inventory``
+        state and stored tensors of the real checkpoint.
+    ``embedded_checkpoint``
+        ``"package:folder"`` or ``"package:file"`` of the checkpoint that ships with the plugin or with another distribution, or
+        ``None``. The package is looked up and not imported; ``sources`` may say how it is installed.
+    ``opener``
+        importable ``"module:function"`` that is called with the path of a checkpoint and returns the open
+        :class:`~specdec.checkpoint.reader.Checkpoint`, where checkpoints are no folders of safetensors; or ``None``. Must not
+        import torch or read weights.
+    ``profiles``
+        importable ``"package:file"`` of the costs and acceptance curves that ``specdec simulate`` takes for this recipe, or
+        ``None``; see :mod:`specdec.simulation.profiles`. Read by that command alone.
+    ``inventories``
+        importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict) and the open ``Checkpoint``
+        and returns its (target, drafter) inventories, where releases differ in what they store those of the form found; or
+        ``None`` if every checkpoint of the recipe is like the real one. Must not import torch or read weights.
+    ``memory``
+        importable ``"module:function"`` that is called with a checkpoint's ``config.json`` (a dict, or ``None`` for the recipe's
+        own checkpoint), the open ``Checkpoint`` (or ``None``: stored as the recipe's), the ``Capacities``, and whether
+        kernels read experts as they are stored, and returns the :class:`~specdec.held.ModelMemory`: what target and drafter hold
+        once loaded; or ``None``, and then memory is neither planned nor checked before it is allocated. Must not import torch or
+        read weights.
+    ``drafter_memory``
+        importable ``"module:function"`` that is called with what ``memory`` declared and the ``Capacities`` and returns the
+        ``ModelMemory`` with the drafter that is really loaded; for a recipe that :class:`DrafterRecipe` completes, or ``None``.
+    ``target_recipe``
+        the recipe of another plugin whose target this one drafts for; set by :meth:`DrafterRecipe.completed`, never by hand.
+    ``canonical_name``
+        importable ``"module:function"`` that maps the name of a stored tensor to the one that the inventories declare, or
+        ``None`` if exporters agree on names. Must not import torch.
+    ``sources``
+        pairs of field name and where its number is known from; required for every field of ``SOURCED_FIELDS``.
+
+    Raises:
+        DeclarationError: if a value is out of range, or two declared values contradict each other; the message names both.
+    """
+
+    checkpoint: str = field(validator=text())
+    model_types: tuple[str, ...] = field(converter=as_tuple, validator=tuple_of(str))
+    sampling: SamplingDefaults
+    eos_token_ids: tuple[int, ...] = field(converter=as_tuple, validator=tuple_of(int, minimum=0))
+    tensor_parallel_sizes: tuple[int, ...] = field(converter=as_tuple, validator=tuple_of(int, minimum=1))
+    target_layout: StateLayout = field(repr=False)
+    target_inventory: TensorInventory = field(repr=False)
+    drafter_inventory: TensorInventory = field(repr=False)
+    embedded_checkpoint: str | None = field(default=None)
+    opener: str | None = field(default=None)
+    inventories: str | None = field(default=None)
+    memory: str | None = field(default=None)
+    canonical_name: str | None = field(default=None)
+    target_recipe: str | None = field(default=None)
+
+    @eos_token_ids.validator
+    def _distinct(self, attribute: object, value: tuple[int, ...]) -> None:
+        if len(set(value)) != len(value):
+            raise DeclarationError(f"Recipe {self.name!r}: eos_token_ids repeat: {value}")
+
+    @target_layout.validator
+    def _target_layout_owner(self, attribute: object, value: StateLayout) -> None:
+        self._check_layout("target", value)
+
+    @embedded_checkpoint.validator
+    def _embedded_form(self, attribute: object, value: str | None) -> None:
+        if value is not None and not _EMBEDDED.fullmatch(value):
+            raise DeclarationError(
+                f"Recipe {self.name!r}: embedded_checkpoint must look like 'package:folder', got {value!r}"
+            )
+
+    @opener.validator
+    @inventories.validator
+    @memory.validator
+    @canonical_name.validator
+    def _function_form(self, attribute: object, value: str | None) -> None:
+        _check_function(self.name, attribute.name, value)  # type: ignore[attr-defined]
+
+
+@frozen(kw_only=True)
+class DrafterRecipe(_Drafting):
+    """A drafter for a target that another plugin brings: what ``declare_speculation`` yields in place of a :class:`Recipe`.
+
+    Discovery completes it from the recipe ``target`` of an installed plugin. That plugin then builds the target, this one loads
+    the drafter and may capture the rounds. Everything that is not declared here is the target recipe's: checkpoint, sampling
+    defaults, end-of-text tokens, target state, inventories.
+
+    ``target``
+        name of a recipe that declares its own target.
+    ``target_distribution``
+        what a user installs to have it, for the message where it is missing.
+    ``drafter_memory``
+        importable ``"module:function"`` that is called with the target recipe's ``ModelMemory``, in which this drafter holds
+        nothing but the state of ``drafter_layout``, and the ``Capacities``, and returns it with what the drafter holds beside; or
+        ``None`` if that is nothing. Must not import torch.
+
+    Other fields: as in :class:`Recipe`; sources are required for those of ``SOURCED_FIELDS`` that it has.
+
+    Raises:
+        DeclarationError: as :class:`Recipe`.
+    """
+
+    target: str = field(validator=text())
+    target_distribution: str = field(validator=text())
+
+    def completed(self, target: Recipe) -> Recipe:
+        """The recipe that this drafter and the target of ``target`` make together.
+
+        Raises:
+            DeclarationError: if ``target`` is another recipe than the declared one or has no target of its own, or its state
+                keeps a shorter horizon than this drafter needs.
+        """
+        if target.name != self.target or target.target_recipe is not None:
+            raise DeclarationError(
+                f"Recipe {self.name!r}: target must be a recipe with a target of its own, got {target.name!r}"
+            )
+        own = {one.name: getattr(self, one.name) for one in fields(_Drafting)}
+        stated = {name for name, _ in self.sources}
+        own["sources"] = (*self.sources, *((name, source) for name, source in target.sources if name not in stated))
+        own["unsupported_options"] = tuple(dict.fromkeys((*self.unsupported_options, *target.unsupported_options)))
+        return evolve(target, target_recipe=target.name, **own)

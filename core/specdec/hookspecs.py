@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from specdec.catalog import RoundShape
     from specdec.checkpoint.reader import Checkpoint
-    from specdec.declaration import Recipe
+    from specdec.declaration import DrafterRecipe, Recipe
     from specdec.interfaces import Capacities, Drafter, Round, Target
 
 __all__ = ["build_target_state", "capture_round", "declare_speculation", "load_drafter"]
@@ -39,7 +39,7 @@ __all__ = ["build_target_state", "capture_round", "declare_speculation", "load_d
 
 
 @hookspec
-def declare_speculation() -> Iterable[Recipe]:  # type: ignore[empty-body]
+def declare_speculation() -> Iterable[Recipe | DrafterRecipe]:  # type: ignore[empty-body]
     """Says which recipes the plugin owns.
 
     When called
@@ -50,8 +50,9 @@ def declare_speculation() -> Iterable[Recipe]:  # type: ignore[empty-body]
         None.
 
     Returns
-        The recipes, in the order they are to be listed. Each name must be unique among all installed plugins: if two
-        distributions declare the same name, both are refused.
+        The recipes, in the order they are to be listed: ``Recipe`` for a model, ``DrafterRecipe`` for a drafter whose target
+        another plugin brings. Each name must be unique among all installed plugins: if two distributions declare the same
+        name, both are refused.
 
     Raises
         Whatever is raised, ``SystemExit`` included, is recorded as the reason why this plugin is not loaded. Other plugins
@@ -81,7 +82,8 @@ def build_target_state(  # type: ignore[empty-body]
     """Loads the target's weights and allocates its per-request state.
 
     When called
-        Once per loaded recipe, at preparation, before :func:`load_drafter`.
+        Once per loaded recipe, at preparation, before :func:`load_drafter`. For a recipe that drafts for another plugin's
+        target, on that plugin, with the completed recipe (``recipe.target_recipe`` then names the plugin's own).
 
     Arguments
         recipe

@@ -146,9 +146,18 @@ def _declared(
             f"recipe {recipe.name!r} declares no memory, so nothing can be planned; its plugin must name a function in "
             "Recipe.memory"
         )
-    module, _, name = recipe.memory.partition(":")
-    found: ModelMemory = getattr(import_module(module), name)(settings, checkpoint, capacities, kernels)
+    found: ModelMemory = _function(recipe.memory)(settings, checkpoint, capacities, kernels)
+    if recipe.target_recipe is not None:
+        # what was declared beside the target is the drafter of the target's own recipe
+        found = evolve(found, drafter_layout=recipe.drafter_layout, drafter=(), draft_constants=0)
+    if recipe.drafter_memory is not None:
+        found = _function(recipe.drafter_memory)(found, capacities)
     return found
+
+
+def _function(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
 
 
 @frozen(kw_only=True)

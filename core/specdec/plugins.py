@@ -20,8 +20,9 @@ from attrs import evolve, field, frozen
 
 import specdec
 from specdec import PROJECT, hookspecs
-from specdec.declaration import Recipe
+from specdec.declaration import DrafterRecipe, Recipe
 from specdec.entry_points import SELECTION_VARIABLE, InstalledPlugin, core_mismatch, installed_plugins, selection
+from specdec.errors import DeclarationError
 
 __all__ = ["Discovery", "Plugin", "PluginRecord", "discover", "inspect_plugin"]
 
@@ -34,7 +35,7 @@ class PluginRecord:
     """What became of one entry point.
 
     ``status`` is ``loaded``, ``failed`` (import, hooks or declaration went wrong), ``skipped`` (not selected), ``conflict``
-    (a name is claimed twice) or ``incompatible`` (declared for another core); ``reason`` is one line, empty when loaded.
+    (a name is claimed twice) or ``incompatible`` (declared for another core); ``reason`` is one line, empty when all of it works.
     ``recipes`` are the names that the plugin declared, as far as it came.
     """
 
@@ -56,11 +57,13 @@ class PluginRecord:
 class Plugin:
     """A plugin that passed all checks: its record, its recipes and the pluggy manager that holds it alone.
 
-    One manager per plugin, so that only the owner of a recipe can be called for it.
+    One manager per plugin, so that only the owner of a recipe can be called for it. ``waiting``: drafters whose target no loaded
+    plugin brings.
     """
 
     record: PluginRecord
     recipes: tuple[Recipe, ...]
+    waiting: tuple[DrafterRecipe, ...] = ()
     manager: pluggy.PluginManager = field(repr=False)
 
 
@@ -116,9 +119,11 @@ def discover(environ: Mapping[str, str] | None = None) -> Discovery:
         else:
             records.append(outcome)
     refused = _recipe_clashes(plugins)
+    loaded = _completed([plugin for plugin in plugins if plugin.record.label not in refused], refused)
+    outcomes = refused | {plugin.record.label: plugin.record for plugin in loaded}
     return Discovery(
-        plugins=tuple(refused.get(record.label, record) for record in records),
-        loaded=tuple(plugin for plugin in plugins if plugin.record.label not in refused),
+        plugins=tuple(outcomes.get(record.label, record) for record in records),
+        loaded=tuple(loaded),
         notices=tuple(notices),
     )
 
@@ -143,8 +148,12 @@ def inspect_plugin(
         recipes = _declared(manager.hook.declare_speculation())
     except (Exception, SystemExit) as error:
         return evolve(base, reason=_reason(error), error=error)
-    names = tuple(recipe.name for recipe in recipes)
-    return Plugin(record=evolve(base, status="loaded", recipes=names), recipes=recipes, manager=manager)
+    return Plugin(
+        record=evolve(base, status="loaded", recipes=tuple(recipe.name for recipe in recipes)),
+        recipes=tuple(recipe for recipe in recipes if isinstance(recipe, Recipe)),
+        waiting=tuple(recipe for recipe in recipes if isinstance(recipe, DrafterRecipe)),
+        manager=manager,
+    )
 
 
 def _record(item: InstalledPlugin, status: str, reason: str = "", error: BaseException | None = None) -> PluginRecord:
@@ -172,14 +181,49 @@ def _load(item: InstalledPlugin) -> Plugin | PluginRecord:
     return outcome
 
 
-def _declared(results: Iterable[Any]) -> tuple[Recipe, ...]:
+def _completed(plugins: list[Plugin], refused: dict[str, PluginRecord]) -> list[Plugin]:
+    """Plugins with their drafters' recipes completed; those that cannot be are added to ``refused``, and what they own is no
+    target of others."""
+    targets = {recipe.name: recipe for plugin in plugins for recipe in plugin.recipes}
+    outcomes = [(plugin, _with_targets(plugin, targets)) for plugin in plugins]
+    failed = {plugin.record.label: outcome for plugin, outcome in outcomes if isinstance(outcome, PluginRecord)}
+    if failed:
+        refused |= failed
+        return _completed([plugin for plugin in plugins if plugin.record.label not in failed], refused)
+    return [outcome for _, outcome in outcomes if isinstance(outcome, Plugin)]
+
+
+def _with_targets(plugin: Plugin, targets: Mapping[str, Recipe]) -> Plugin | PluginRecord:
+    """The plugin with each of its drafters completed whose target is among ``targets``; the record of a failure otherwise."""
+    recipes, waiting = list(plugin.recipes), list[DrafterRecipe]()
+    for drafter in plugin.waiting:
+        if drafter.target not in targets:
+            waiting.append(drafter)
+            continue
+        try:
+            recipes.append(drafter.completed(targets[drafter.target]))
+        except DeclarationError as error:
+            return evolve(plugin.record, status="failed", reason=_reason(error), error=error)
+    reason = "; ".join(missing_target(drafter) for drafter in waiting)
+    return evolve(plugin, record=evolve(plugin.record, reason=reason), recipes=tuple(recipes), waiting=tuple(waiting))
+
+
+def missing_target(drafter: DrafterRecipe) -> str:
+    """Why a drafter's recipe cannot be used, and what would help."""
+    return (
+        f"recipe {drafter.name!r} drafts for recipe {drafter.target!r}, which no loaded plugin brings; "
+        f"install {drafter.target_distribution}"
+    )
+
+
+def _declared(results: Iterable[Any]) -> tuple[Recipe | DrafterRecipe, ...]:
     """Recipes out of the hook's results, checked one by one."""
-    recipes: list[Recipe] = []
+    recipes: list[Recipe | DrafterRecipe] = []
     for result in results:
-        if isinstance(result, str | bytes | Recipe) or not isinstance(result, Iterable):
+        if isinstance(result, str | bytes | Recipe | DrafterRecipe) or not isinstance(result, Iterable):
             raise TypeError(f"declare_speculation must return an iterable of Recipe, got {type(result).__name__}")
         for recipe in result:
-            if not isinstance(recipe, Recipe):
+            if not isinstance(recipe, Recipe | DrafterRecipe):
                 raise TypeError(f"declare_speculation must yield Recipe records, got {type(recipe).__name__}")
             if any(recipe.name == other.name for other in recipes):
                 raise ValueError(f"declare_speculation yields recipe {recipe.name!r} twice")
@@ -198,7 +242,7 @@ def _recipe_clashes(plugins: list[Plugin]) -> dict[str, PluginRecord]:
     """Records, by label, of plugins that are refused because another plugin declares one of their recipes."""
     claims: dict[str, list[Plugin]] = {}
     for plugin in plugins:
-        for recipe in plugin.recipes:
+        for recipe in (*plugin.recipes, *plugin.waiting):
             claims.setdefault(recipe.name, []).append(plugin)
     refused: dict[str, PluginRecord] = {}
     for name, claimants in claims.items():

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows: list[tuple[str, ...]] = [("plugin", "distribution", "status", "recipes or reason")]
     for record in discovery.plugins:
-        detail = record.reason or ", ".join(record.recipes)
+        names = ", ".join(record.recipes)
+        detail = f"{names} ({record.reason})" if record.status == "loaded" and record.reason else record.reason or names
         rows.append((record.name, f"{record.distribution} {record.version}", record.status, detail))
     write(columns(rows))
     return 0

@@ -124,8 +124,10 @@ def _summary(book: RecipeBook, recipe: Recipe) -> dict[str, Any]:
 def _details(book: RecipeBook, recipe: Recipe) -> dict[str, Any]:
     return {
         **_summary(book, recipe),
+        "target_recipe": recipe.target_recipe,
         "checkpoint": recipe.checkpoint,
         "embedded_checkpoint": recipe.embedded_checkpoint,
+        "opener": recipe.opener,
         "profiles": recipe.profiles,
         "model_types": list(recipe.model_types),
         "widths": list(recipe.widths.widths),

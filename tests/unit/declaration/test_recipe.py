@@ -38,6 +38,7 @@ def test_names(make_recipe: Callable[..., Recipe], name: str) -> None:
         ({"profiles": "profiles.json"}, "profiles must look like 'package:file', got 'profiles.json'"),
         ({"profiles": ""}, "profiles must look like 'package:file'"),
         ({"inventories": "package.module"}, "inventories must look like 'module:function'"),
+        ({"opener": "/module.py:function"}, "opener must look like 'module:function'"),
         ({"canonical_name": "package:folder:name"}, "canonical_name must look like 'module:function'"),
         ({"target_layout": StateLayout(owner="drafter", fields=(), max_draft_tokens=7)}, "owner is 'target'"),
         ({"drafter_layout": StateLayout(owner="drafter", fields=(), max_draft_tokens=6)}, "horizon of 6 .* up to 7"),
