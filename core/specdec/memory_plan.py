@@ -31,7 +31,7 @@ from specdec.snapshot_sizes import checkpoint_pages, page_bytes, snapshot_bytes
 if TYPE_CHECKING:
     from specdec.checkpoint.reader import Checkpoint
 
-__all__ = ["capacities_for", "ordinary_shapes", "plan_memory", "prepared_shapes"]
+__all__ = ["capacities_for", "ordinary_shapes", "plan_memory", "prepared_shapes", "state_layouts"]
 
 #: Granularity of the CUDA caching allocator: every tensor takes a multiple of it.
 CUDA_BLOCK = 512
@@ -132,6 +132,25 @@ def plan_memory(
     least = sum(page_bytes(layout) + snapshot_bytes(layout) for layout in layouts)
     fits = remedies(recipe, config, lambda changed: not plan(changed).shortage, least_snapshot=least)
     return evolve(found, remedies=fits)
+
+
+def state_layouts(
+    recipe: Recipe,
+    config: PreparationConfig,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    checkpoint: Checkpoint | None = None,
+    dtype: str = "bfloat16",
+) -> tuple[StateLayout, ...]:
+    """Layouts of the target and, where it is prepared, the drafter, at the sizes of a checkpoint; arguments as ``plan_memory``.
+
+    Those that the recipe declares where it declares no memory, which are its own checkpoint's.
+    """
+    layouts = (recipe.target_layout, recipe.drafter_layout)
+    if recipe.memory is not None:
+        declared = _declared(recipe, settings, checkpoint, capacities_for(recipe, config, dtype), False)
+        layouts = (declared.target_layout, declared.drafter_layout)
+    return layouts if config.speculative else layouts[:1]
 
 
 def _declared(

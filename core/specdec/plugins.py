@@ -7,27 +7,22 @@ Declaration layer: the standard library, pluggy, attrs and other declaration mod
 """
 
 import contextlib
-import importlib
 import os
 import sys
-import traceback
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pluggy
 from attrs import evolve, field, frozen
 
-import specdec
 from specdec import PROJECT, hookspecs
 from specdec.declaration import DrafterRecipe, Recipe
 from specdec.entry_points import SELECTION_VARIABLE, InstalledPlugin, core_mismatch, installed_plugins, selection
 from specdec.errors import DeclarationError
+from specdec.hook_checks import hook_mistake, unmarked
+from specdec.places import at, blamed
 
 __all__ = ["Discovery", "Plugin", "PluginRecord", "discover", "inspect_plugin"]
-
-# Files whose frames only pass errors on; folders end with a separator, or "specdec_other" would count as "specdec".
-_PASSING_ON = ("<", *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (specdec, pluggy, importlib)))
 
 
 @frozen(kw_only=True)
@@ -140,12 +135,16 @@ def inspect_plugin(
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
+        mistake = hook_mistake(plugin, manager)
+        if mistake is not None:
+            return evolve(base, reason=mistake)
         manager.register(plugin, name=name)
-        # Reports implementations of hooks that do not exist; unknown arguments are reported by register.
         manager.check_pending()
-        if not manager.hook.declare_speculation.get_hookimpls():
-            return evolve(base, reason="does not implement declare_speculation, so it owns no recipe")
-        recipes = _declared(manager.hook.declare_speculation())
+        declared = manager.hook.declare_speculation.get_hookimpls()
+        if not declared:
+            forgotten = unmarked(plugin, "declare_speculation")
+            return evolve(base, reason=f"does not implement declare_speculation, so it owns no recipe{forgotten}")
+        recipes = _declared(manager.hook.declare_speculation(), f"declare_speculation{at(declared[0].function)}")
     except (Exception, SystemExit) as error:
         return evolve(base, reason=_reason(error), error=error)
     return Plugin(
@@ -216,20 +215,25 @@ def missing_target(drafter: DrafterRecipe) -> str:
     )
 
 
-def _declared(results: Iterable[Any]) -> tuple[Recipe | DrafterRecipe, ...]:
-    """Recipes out of the hook's results, checked one by one."""
+def _declared(results: Iterable[Any], hook: str) -> tuple[Recipe | DrafterRecipe, ...]:
+    """Recipes out of the hook's results, checked one by one. hook: its name and place, for messages."""
     recipes: list[Recipe | DrafterRecipe] = []
     for result in results:
-        if isinstance(result, str | bytes | Recipe | DrafterRecipe) or not isinstance(result, Iterable):
-            raise TypeError(f"declare_speculation must return an iterable of Recipe, got {type(result).__name__}")
+        single = isinstance(result, str | bytes | Mapping | Recipe | DrafterRecipe)
+        if single or not isinstance(result, Iterable):
+            raise TypeError(
+                f"{hook} must return an iterable of Recipe, got {type(result).__name__}; return a list of records: [RECIPE]"
+            )
         for recipe in result:
             if not isinstance(recipe, Recipe | DrafterRecipe):
-                raise TypeError(f"declare_speculation must yield Recipe records, got {type(recipe).__name__}")
+                raise TypeError(
+                    f"{hook} must yield Recipe records, got {type(recipe).__name__}; return a list of records: [RECIPE]"
+                )
             if any(recipe.name == other.name for other in recipes):
-                raise ValueError(f"declare_speculation yields recipe {recipe.name!r} twice")
+                raise ValueError(f"{hook} yields recipe {recipe.name!r} twice; give each a name of its own")
             recipes.append(recipe)
     if not recipes:
-        raise ValueError("declare_speculation returned no recipe")
+        raise ValueError(f"{hook} returned no recipe; return a list of records: [RECIPE]")
     return tuple(recipes)
 
 
@@ -263,9 +267,5 @@ def _reason(error: BaseException) -> str:
     else:
         message = " / ".join(line.strip() for line in str(error).splitlines() if line.strip())
         text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    # The innermost line outside this package, pluggy, importlib and generated code is the one to look at.
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_PASSING_ON):
-            text += f" ({frame.filename}:{frame.lineno})"
-            break
-    return text
+    where = blamed(error)
+    return f"{text} ({where})" if where else text

@@ -258,7 +258,8 @@ class PreparationConfig:
         if max_draft_tokens == 0:
             if self.mtp_only:
                 raise UsageError(
-                    "--mtp-draft-tokens 0 runs ordinary operations, which a preparation with mtp_only does not have"
+                    "--mtp-draft-tokens 0 runs ordinary operations, which a preparation with mtp_only does not have; "
+                    "prepare without mtp_only"
                 )
             widths, speculative = (1,), False
         elif max_draft_tokens is not None:

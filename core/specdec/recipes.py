@@ -15,6 +15,9 @@ from attrs import Factory, field, frozen
 from specdec.declaration import Recipe
 from specdec.entry_points import CORE_DISTRIBUTION
 from specdec.errors import PluginError, RecipeError, SpecdecError
+from specdec.hook_checks import unmarked
+from specdec.places import at, blamed
+from specdec.plugin_objects import mistake_in, protocol_of
 from specdec.plugins import Discovery, Plugin, discover, missing_target
 
 if TYPE_CHECKING:
@@ -35,8 +38,8 @@ class RecipeHooks:
     """The three preparation hooks of the plugin that owns ``recipe``; no other plugin is called, but for the target of a recipe
     that drafts for another plugin's (``target_plugin``).
 
-    Each method raises PluginError if the plugin does not implement the hook or the hook fails with an error of its own;
-    errors of the SpecdecError family pass unchanged.
+    Each method raises PluginError if the plugin does not implement the hook, the hook fails with an error of its own, or what it
+    returns is not what :mod:`specdec.interfaces` says; errors of the SpecdecError family pass unchanged.
     """
 
     recipe: Recipe
@@ -61,17 +64,25 @@ class RecipeHooks:
         return self._call(self.plugin, "capture_round", target=target, drafter=drafter, shape=shape, arena=arena)
 
     def _call(self, plugin: Plugin, hook: str, **arguments: Any) -> Any:
-        label = plugin.record.label
+        caller = getattr(plugin.manager.hook, hook)
+        written = [one.function for one in caller.get_hookimpls() if one.plugin_name != CORE_DISTRIBUTION]
+        label, name = plugin.record.label, self.recipe.name
+        named = f"{hook}{at(written[0])}" if written else hook
         try:
-            result = getattr(plugin.manager.hook, hook)(recipe=self.recipe, **arguments)
+            result = caller(recipe=self.recipe, **arguments)
         except SpecdecError:
             raise
         except (Exception, SystemExit) as error:
-            raise PluginError(
-                f"plugin {label}: {hook} for recipe {self.recipe.name!r} failed with {type(error).__name__}: {error}"
-            ) from error
+            where = blamed(error)
+            text = f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
+            raise PluginError(f"plugin {label}: {named} for recipe {name!r} failed with {text}") from error
         if result is None:
-            raise PluginError(f"plugin {label} returns nothing from {hook} for its recipe {self.recipe.name!r}")
+            forgotten = "" if written else unmarked(plugin.manager.get_plugin(plugin.record.name), hook)
+            missing = "; end it with return" if written else f": it does not implement the hook{forgotten}"
+            raise PluginError(f"plugin {label} returns nothing from {named} for its recipe {name!r}{missing}")
+        mistake = mistake_in(result, protocol_of(hook, self.recipe))
+        if mistake is not None:
+            raise PluginError(f"plugin {label}: {named} for recipe {name!r} returned {mistake}")
         return result
 
 

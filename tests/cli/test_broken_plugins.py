@@ -49,7 +49,7 @@ def install_broken(site: Any) -> dict[str, str]:
     return {
         "specdec-raises 1.1": "RuntimeError: no such / library",
         "specdec-exits 1.2": "called sys.exit('leaving')",
-        "specdec-typo 1.3": "load_draftr",
+        "specdec-typo 1.3": "did you mean 'load_drafter'?",
         "specdec-name-one 1.4": "provided by specdec-name-one 1.4 and specdec-name-two 1.4",
         "specdec-name-two 1.4": "provided by specdec-name-one 1.4 and specdec-name-two 1.4",
         "specdec-recipe-one 1.5": "recipe-one (specdec-recipe-one 1.5) and recipe-two (specdec-recipe-two 1.5)",

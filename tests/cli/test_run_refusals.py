@@ -201,7 +201,7 @@ def test_missing_and_truncated_weights(run: RunCommand, checkpoint: Path, tmp_pa
             ({"config.json": "{}"}, ["model_type is None", "accepts qwen4_exp"]),
             ({"tokenizer.json": None}, ["tokenizer.json: no such file"]),
             ({"tokenizer.json": '{"model": 3}'}, ["tokenizer.json: not a usable tokenizer"]),
-            ({"generation_config.json": "{"}, ["generation_config.json: not readable as JSON"]),
+            ({"generation_config.json": "{"}, ["generation_config.json: not valid JSON"]),
             ({"generation_config.json": "[1]"}, ["generation_config.json: holds a JSON list, needs an object"]),
             ({"generation_config.json": '{"top_p": "much"}'}, ["generation_config.json: top_p is 'much'"]),
             ({"generation_config.json": '{"temperature": 0}'}, ["generation_config.json: temperature is 0"]),

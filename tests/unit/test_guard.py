@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import specdec.catalog
 from specdec.testing import CapturableGuard, NotCapturable
 
 X = torch.arange(20.0).view(4, 5) + 1
@@ -69,6 +70,7 @@ FAULTS = {
     "from_numpy": lambda: torch.from_numpy(np.zeros(3)),
     "list index": lambda: X[[0, 1]],
     "other device": lambda: X.to("meta"),
+    "cpu": lambda: X.cpu(),
     "copy to other device": lambda: torch.empty(4, 5, device="meta").copy_(X),
     "resize": lambda: X.resize_(8, 9),
 }
@@ -89,7 +91,7 @@ FINE = {
     "shapes": lambda: X.shape[0] + X.numel() + len(X) + X.dim(),
     "fills": lambda: (torch.zeros(3), torch.full((2,), 1.5), torch.arange(4), torch.zeros_like(X), torch.eye(3)),
     "dtype": lambda: X.to(torch.float64).half(),
-    "same device": lambda: X.cpu().to("cpu"),
+    "same device": lambda: X.to(X.device).to("cpu"),
     "attention": lambda: functional.scaled_dot_product_attention(X[None], X[None], X[None], is_causal=True),
     "layers": lambda: (functional.linear(X, X), functional.embedding(INDEX, X), functional.rms_norm(X, (5,))),
     "einsum": lambda: torch.einsum("ab,cb->ac", X, X) + X @ X.T,
@@ -137,9 +139,59 @@ def test_messages_name_operation_and_cure():
         X[MASK]
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_messages_name_the_line_of_the_call_at_fault(name):
+    with pytest.raises(NotCapturable) as caught, CapturableGuard():
+        FAULTS[name]()
+    line = FAULTS[name].__code__.co_firstlineno
+    assert caught.value.where == f"{__file__}:{line} in <lambda>"
+    assert str(caught.value).endswith(f"({caught.value.where})")
+
+
+#: Code of the core, as far as its file says.
+CORE = """
+def core(x):
+    return x.sum().item()
+
+def suite(guard, run):
+    with guard:
+        run(core)
+"""
+
+
+def suite_of_the_core():
+    names = {}
+    exec(compile(CORE, specdec.catalog.__file__, "exec"), names)
+    return names["suite"]
+
+
+def test_a_call_of_the_core_is_blamed_on_who_called_it():
+    def plugin(core):
+        core(X)
+
+    with pytest.raises(NotCapturable) as caught:
+        suite_of_the_core()(CapturableGuard(), plugin)
+    assert caught.value.where.endswith(" in plugin")
+
+
+def test_the_core_is_blamed_where_nobody_else_ran():
+    calls = functools.partial(eval(compile("lambda x, core: core(x)", specdec.catalog.__file__, "eval")), X)
+    with pytest.raises(NotCapturable) as caught:
+        suite_of_the_core()(CapturableGuard(), calls)
+    assert caught.value.where == f"{specdec.catalog.__file__}:3 in core"
+
+
+def test_names_are_those_that_are_written():
+    for name, written in (("item", "Tensor.item"), ("if", "Tensor.__bool__"), ("int", "Tensor.__int__")):
+        with pytest.raises(NotCapturable) as caught, CapturableGuard():
+            FAULTS[name]()
+        assert caught.value.op == written
+
+
 def test_a_result_that_stays_is_an_allocation():
     kept = []
-    with pytest.raises(NotCapturable, match=r"persistent allocation: 1 storage.*aten\.add\.Tensor \(4, 5\)"):  # noqa: SIM117
+    said = r"persistent allocation: 1 storage.*aten\.add\.Tensor \(4, 5\) torch.float32 \(.*test_guard\.py:\d+ in test_a_result"
+    with pytest.raises(NotCapturable, match=said):  # noqa: SIM117
         with CapturableGuard():
             kept.append(X + 1)
 

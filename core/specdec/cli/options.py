@@ -308,14 +308,11 @@ def checkpoint_basics(args: argparse.Namespace, recipe: Recipe) -> tuple[Tokeniz
     Prompts are encoded before weights are loaded, so that one that does not fit is refused at once.
     Raises CheckpointError.
     """
-    from specdec.checkpoint.reader import Checkpoint
-    from specdec.checkpoint.tokenizer import Tokenizer
-    from specdec.serving.model import check_model_type, context_limit, embedded_checkpoint
+    from specdec.checkpoint.accepted import check_model_type, context_limit, open_checkpoint
 
-    directory = Path(args.checkpoint) if args.checkpoint is not None else embedded_checkpoint(recipe)
-    with Checkpoint.open(directory) as checkpoint:
+    with open_checkpoint(recipe, args.checkpoint) as checkpoint:
         check_model_type(checkpoint, recipe)
-        return Tokenizer.load(directory), context_limit(checkpoint)
+        return checkpoint.tokenizer(), context_limit(checkpoint)
 
 
 def context_for(args: argparse.Namespace, prompt: int, limit: int | None) -> int:

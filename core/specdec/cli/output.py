@@ -21,6 +21,7 @@ __all__ = [
     "progress",
     "replace_unwritable",
     "say",
+    "show",
     "write",
     "write_file",
 ]
@@ -67,6 +68,11 @@ def say(line: str) -> None:
             write("")
     clear_progress()
     _to_stderr(line + "\n")
+
+
+def show(text: str) -> None:
+    """Writes ``text`` to standard error as it is: a prompt, or what moves a terminal's cursor."""
+    _to_stderr(text)
 
 
 def progress(line: str) -> None:

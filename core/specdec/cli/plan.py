@@ -127,8 +127,7 @@ def _bytes(name: str, given: str | None) -> int | None:
 
 
 def _plan(args: argparse.Namespace, recipe: Recipe, config: PreparationConfig) -> MemoryPlan:
-    from specdec.checkpoint.accepted import check_settings, embedded_checkpoint
-    from specdec.checkpoint.reader import Checkpoint
+    from specdec.checkpoint.accepted import check_settings, embedded_checkpoint, open_checkpoint
     from specdec.memory_plan import plan_memory
 
     def made(settings: Mapping[str, Any] | None, checkpoint: Checkpoint | None, subject: str | None) -> MemoryPlan:
@@ -145,7 +144,7 @@ def _plan(args: argparse.Namespace, recipe: Recipe, config: PreparationConfig) -
         settings = _settings(folder / "config.json")
         check_settings(settings, folder, recipe)
         return made(settings, None, f"{folder}, stored as {recipe.checkpoint}")
-    with Checkpoint.open(folder) as checkpoint:
+    with open_checkpoint(recipe, folder) as checkpoint:
         check_settings(checkpoint.config, folder, recipe)
         return made(checkpoint.config, checkpoint, str(folder))
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.options import (
-    PREFILL_ROWS,
     add_grammar_options,
     add_model_options,
     add_request_options,
@@ -21,36 +18,56 @@ from specdec.cli.options import (
     checkpoint_basics,
     context_for,
     grammar_option,
-    grammar_options,
     preparation,
     prepared_model,
     request_options,
     sampling_options,
 )
-from specdec.cli.output import check_writable, clear_progress, progress, replace_unwritable, say, write, write_file
+from specdec.cli.output import check_writable, replace_unwritable, say, write, write_file
 from specdec.cli.refusals import names_options
 from specdec.cli.tables import json_text
 from specdec.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from specdec.cli.generation import Answer
+    from specdec.declaration import Recipe
+    from specdec.preparation import PreparationConfig
     from specdec.serving.model import LoadedModel
-    from specdec.serving.request import Request, TokenLogprobs
+    from specdec.serving.request import Request
     from specdec.serving.statistics import DraftStatistics
 
-__all__ = ["add_parser", "read_prompt", "run", "summary_of", "summary_text"]
+__all__ = ["add_parser", "drafting_of", "finished", "read_prompt", "run", "summary_of", "summary_text"]
 
-_DESCRIPTION = """Generates text from a prompt, drafting and verifying several tokens a round.
-Text goes to stdout as it is generated, a summary to stderr."""
+_DESCRIPTION = """Generates text from a prompt, drafting and verifying several tokens a round. Without a prompt option the prompt
+is what standard input has. Text goes to stdout as it is generated, a summary to stderr; on a terminal there, a line tells of
+tokens, acceptance and speed meanwhile. With --chat, each line of standard input is a turn, until it ends. Ctrl-C ends a turn
+that is being answered, and at the next one the chat, with exit code 130; a chat that fills the context ends with exit code 5."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds ``run`` to the command line."""
     parser = subparsers.add_parser("run", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("recipe", metavar="RECIPE", help="recipe name, see 'specdec recipes'")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="prompt text; - reads standard input")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="prompt text; - reads standard input (default: what is piped in)"
+    )
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with the prompt text, UTF-8")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="output budget (default: 256)")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="go on after the answer: each line of standard input is a turn, a prompt option the first one; with the "
+        "checkpoint's chat template where it has one, else the texts follow each other (default --context: 4096 or the "
+        "checkpoint's limit)",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat, the system's message before the first turn")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="output budget (default: 256); with --chat, of each turn",
+    )
     parser.add_argument(
         "--mtp-draft-tokens",
         type=int,
@@ -73,7 +90,11 @@ def add_parser(subparsers: Any) -> None:
     add_sampling_options(parser)
     add_request_options(parser)
     add_grammar_options(parser)
-    parser.add_argument("--json", action="store_true", help="print text and summary as one JSON object instead")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print text and summary as one JSON object instead; with --chat, one in a line for each turn",
+    )
     parser.add_argument("--metrics", metavar="FILE", help="write counts and times to FILE at the end, as JSON")
     parser.add_argument("--trace", metavar="FILE", help="write a JSON line per round to FILE: what was chosen and why")
 
@@ -81,10 +102,15 @@ def add_parser(subparsers: Any) -> None:
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt's text, unchanged.
 
-    Raises UsageError if the file is missing, the text is not UTF-8, or it is empty.
+    Raises UsageError if the file is missing, the text is not UTF-8, or it is empty, and if nothing gives one.
     """
     source, text = "--prompt", args.prompt
     try:
+        if args.prompt is None and args.prompt_file is None:
+            source = "standard input"
+            if sys.stdin is None or sys.stdin.isatty():
+                raise UsageError("no prompt; give --prompt TEXT or --prompt-file FILE, pipe it in, or add --chat")
+            text = sys.stdin.buffer.read().decode("utf-8")
         if args.prompt_file is not None:
             source = f"--prompt-file {args.prompt_file!r}"  # quoted, so that its words are not taken for options
             text = Path(args.prompt_file).read_bytes().decode("utf-8")
@@ -106,8 +132,6 @@ def read_prompt(args: argparse.Namespace) -> str:
 @names_options
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns OK, or FAILURE if the request ended with a fault."""
-    from attrs import evolve
-
     from specdec.recipes import recipe_book
 
     # Everything that can be refused without the checkpoint is refused before it is opened.
@@ -129,6 +153,24 @@ def run(args: argparse.Namespace) -> int:
     config = preparation(args, recipe, speculative=speculative, draft_tokens=drafts, adaptive=adaptive)
     options = sampling_options(args)
     others = {**request_options(args, recipe, options), "grammar": grammar_option(args, recipe)}
+    if args.chat:
+        from specdec.cli.chat import chat
+
+        return chat(args, recipe, config, options, others)
+    if args.system is not None:
+        raise UsageError("--system is the first message of a chat; add --chat, or put its text into the prompt")
+    return _run_once(args, recipe, config, options, others)
+
+
+def _run_once(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    config: PreparationConfig,
+    options: dict[str, Any],
+    others: dict[str, Any],
+) -> int:
+    from attrs import evolve
+
     text = read_prompt(args)
     tokenizer, limit = checkpoint_basics(args, recipe)
     prompt = tokenizer.encode(text)
@@ -148,78 +190,46 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace, model: LoadedModel, request: Request) -> int:
-    from specdec.round.completion import Finish
+    from specdec.cli.generation import answer_to
     from specdec.serving.engine import Engine
-    from specdec.serving.request import Progress
 
-    pieces: list[str] = []
-    tokens: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
-    finish, error = Finish.NONE, None
-    first_token = None
     # one request: nothing is gained by a round that is queued behind another
     with Engine(model, history_drafts=args.history_drafts, queue_depth=1, trace=args.trace) as engine:
-        try:
-            stream = engine.submit(request)
-        except UsageError as refusal:
-            given = grammar_options(args)
-            if not given:
-                raise
-            raise UsageError(f"{given[0]}: {refusal}") from refusal
-        started = time.perf_counter()
-        for event in stream:
-            if isinstance(event, Progress):
-                prompt_logprobs.extend(event.logprobs or ())
-                _progress(event.consumed, event.total)
-                continue
-            first_token = first_token or time.perf_counter()
-            tokens.extend(event.tokens)
-            logprobs.extend(event.logprobs or ())
-            finish, error = event.finish, event.error
-            pieces.append(stream.piece(event))
-            if not args.json:
-                write(pieces[-1], end="")
-    finished = time.perf_counter()
-    first_token = first_token or finished
-    undrafted = request.stop or (request.grammar and not args.history_drafts)
+        answer = answer_to(args, engine, request)
     summary = {
-        "recipe": model.recipe.name,
-        "draft_tokens": 0 if undrafted else model.config.max_draft_tokens,
-        "adaptive": model.config.adaptive_verification and model.config.max_draft_tokens > 0,
+        **drafting_of(args, model, request),
         "prompt_tokens": len(request.prompt),
-        **summary_of(engine.metrics.totals(), finished - first_token),
-        "prompt_seconds": first_token - started,
-        "finish": finish.name.lower(),
+        **summary_of(engine.metrics.totals(), answer.seconds),
+        "prompt_seconds": answer.prompt_seconds,
+        "finish": answer.finish.name.lower(),
     }
     if args.json:
-        data = {"text": "".join(pieces), "tokens": tokens, "summary": summary}
-        if request.logprobs is not None:
-            data["logprobs"] = [_logprobs_data(one) for one in logprobs]
-        if request.prompt_logprobs is not None:
-            data["prompt_logprobs"] = [_logprobs_data(one) for one in prompt_logprobs]
-        write(json_text(data))
+        write(json_text(answer.as_data(request, summary)))
     else:
         write("")
         say(summary_text(summary))
     if args.metrics is not None:
         write_file("--metrics", args.metrics, json_text(engine.metrics.snapshot()))
-    if finish is Finish.FAULT:
-        say(f"specdec: error: {error}; the output ends after {len(tokens)} tokens")
+    return finished(answer)
+
+
+def finished(answer: Answer) -> int:
+    """The exit code that an answer leaves, with a line on stderr if it ended with a fault."""
+    from specdec.round.completion import Finish
+
+    if answer.finish is Finish.FAULT:
+        say(f"specdec: error: {answer.error}; the output ends after {len(answer.tokens)} tokens")
         return int(ExitCode.FAILURE)
     return int(ExitCode.OK)
 
 
-def _logprobs_data(one: TokenLogprobs) -> dict[str, Any]:
-    """Plain types for JSON, which has no infinity: a token that the target excludes has null."""
-
-    def number(value: float) -> float | None:
-        return value if isfinite(value) else None
-
+def drafting_of(args: argparse.Namespace, model: LoadedModel, request: Request) -> dict[str, Any]:
+    """What a summary says first: the recipe, the most drafts of a round and whether their number is chosen."""
+    undrafted = request.stop or (request.grammar and not args.history_drafts)
     return {
-        "token": one.token,
-        "logprob": number(one.logprob),
-        "top": [{"token": token, "logprob": number(value)} for token, value in one.top],
+        "recipe": model.recipe.name,
+        "draft_tokens": 0 if undrafted else model.config.max_draft_tokens,
+        "adaptive": model.config.adaptive_verification and model.config.max_draft_tokens > 0,
     }
 
 
@@ -240,25 +250,20 @@ def summary_of(statistics: DraftStatistics, seconds: float) -> dict[str, Any]:
 
 
 def summary_text(summary: dict[str, Any]) -> str:
-    """The summary as aligned lines for people."""
+    """The summary as aligned lines for people; of a chat if it has ``turns``."""
     drafts = f"with up to {summary['draft_tokens']} drafts each" if summary["draft_tokens"] else "without drafts"
     acceptance = "  ".join(f"{rate:.2f}" for rate in summary["acceptance_by_depth"]) or "no drafts"
+    speed, prompt = f"{summary['tokens_per_second']:.1f} tokens/s", f"{summary['prompt_seconds']:.2f} s"
+    tokens, ended = f"{summary['tokens']} after a prompt of {summary['prompt_tokens']}", summary.get("finish")
+    if "turns" in summary:
+        read = summary["prompt_tokens"] - summary["reused_tokens"]
+        tokens = f"{summary['tokens']} in {summary['turns']} turns, which had {read} to read"
     rows = (
-        ("tokens", f"{summary['tokens']} after a prompt of {summary['prompt_tokens']}"),
+        ("tokens", tokens),
         ("rounds", f"{summary['rounds']} {drafts}"),
         ("tokens per round", f"{summary['tokens_per_round']:.2f}"),
         ("acceptance by depth", acceptance),
-        ("speed", f"{summary['tokens_per_second']:.1f} tokens/s, prompt in {summary['prompt_seconds']:.2f} s"),
-        ("finished by", summary["finish"]),
+        ("speed", f"{speed}, {'prompts' if 'turns' in summary else 'prompt'} in {prompt}"),
+        *((("finished by", ended),) if ended else ()),
     )
     return "\n".join(f"{name:<20} {value}" for name, value in rows)
-
-
-def _progress(consumed: int, total: int) -> None:
-    """One line on a terminal that rewrites itself; elsewhere one line per chunk of a prompt with several."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        progress(f"prompt {consumed}/{total} tokens")
-        if consumed == total:
-            clear_progress()
-    elif total > PREFILL_ROWS:
-        say(f"specdec: prompt {consumed}/{total} tokens")

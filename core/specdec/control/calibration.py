@@ -83,7 +83,8 @@ def fit_temperatures(
     lengths = {len(outcome.scores) for outcome in outcomes}
     if len(lengths) != 1:
         raise UsageError(
-            f"temperatures are fitted to rounds of one block length, got {len(outcomes)} of {sorted(lengths)}"
+            f"temperatures are fitted to rounds of one block length, got {len(outcomes)} of {sorted(lengths)}; "
+            "give rounds of one"
         )
     running, found = [1.0] * len(outcomes), []
     nearest_first = sorted(grid, key=lambda temperature: abs(math.log(temperature)))

@@ -87,10 +87,10 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, start=1):
                 found = json.loads(line)
                 if not isinstance(found, dict) or not {"batch", "width", "seconds", "lanes"} <= found.keys():
-                    raise UsageError(f"{path} line {number} is no round of a trace")
+                    raise UsageError(f"{path} line {number} is no round of a trace; give a file that --trace wrote")
                 yield found
     except (OSError, ValueError) as error:
-        raise UsageError(f"trace {path} cannot be read: {error}") from error
+        raise UsageError(f"trace {path} cannot be read: {error}; name a file that --trace wrote") from error
 
 
 def replay(rounds: Iterable[Mapping[str, Any]], controller: WidthController) -> Iterator[Decision | None]:

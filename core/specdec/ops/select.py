@@ -107,7 +107,7 @@ def _reason(name: str, device: torch.device) -> str | None:
         return "switched off"
     asked = os.environ.get(VARIABLE) or "auto"
     if asked not in ("auto", "reference"):
-        raise UsageError(f"{VARIABLE}={asked!r}: auto or reference")
+        raise UsageError(f"{VARIABLE}={asked!r}; allowed: auto, reference")
     if asked == "reference":
         return f"{VARIABLE}=reference"
     current = _current_device()

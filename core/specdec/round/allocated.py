@@ -16,9 +16,11 @@ from attrs import asdict
 from torch import Tensor
 
 from specdec.catalog import RoundShape
+from specdec.errors import PluginError
 from specdec.interfaces import Drafter, PackedTarget
 from specdec.round.allocation import PackedRows, admit_top, calibrated, prefix_survival
 from specdec.round.arena import Arena
+from specdec.round.contract import expect, method_of
 from specdec.round.proposer import ChainProposer
 from specdec.round.temperature_proposers import BoundedProposer, GumbelProposer
 from specdec.round.transaction import ChainRound
@@ -83,7 +85,9 @@ class AllocatedRound(ChainRound):
     def verify(self, lanes: Lanes, block: Tensor, offered: Tensor, forecasts: Tensor | None) -> tuple[Tensor, Tensor]:
         """See ``ChainRound.verify``: allocates, then runs the target on the packed rows."""
         if forecasts is None:
-            raise ValueError("the drafter of an allocated round must return forecasts")
+            raise PluginError(
+                f"{method_of(self.drafter, 'propose')} returns None; recipes with confidence_width need forecasts [B, K] float32"
+            )
         if self.temperatures is not None:
             forecasts = calibrated(forecasts, self.temperatures)
         self.forecast_frames.write(self._settlement.frame_rows(lanes), forecasts)
@@ -92,4 +96,6 @@ class AllocatedRound(ChainRound):
         packed = PackedRows.pack(
             lanes, admitted, width=self.shape.verify_width, rows=rows, spare=self.arena.requests.spare
         )
-        return packed.scatter(self.target.verify_rows(packed.gather(block), packed)), admitted
+        logits = self.target.verify_rows(packed.gather(block), packed)
+        expect(logits, (rows, self.target.vocab_size), "P, V", of=self.target, method="verify_rows", padded=True)
+        return packed.scatter(logits), admitted

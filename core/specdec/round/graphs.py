@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from specdec.errors import CaptureError
+from specdec.places import blamed
 
 __all__ = ["GraphPool", "Program", "Variant", "prepared_variants"]
 
@@ -72,9 +73,10 @@ class GraphPool:
             with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
                 run()
         except RuntimeError as error:
+            where, cause = blamed(error), str(error).strip().splitlines()[0]
             raise CaptureError(
-                f"{name} cannot be captured as a CUDA graph: {str(error).strip().splitlines()[0]}; prepare with "
-                "cuda_graphs=False to run it eagerly"
+                f"{name} cannot be captured as a CUDA graph: {cause}{f' ({where})' if where else ''}; "
+                "prepare with cuda_graphs=False to run it eagerly; specdec.testing.CapturableGuard says what to write instead"
             ) from error
         # the first replay moves the graph to the device, which should not be a request's time
         graph.replay()

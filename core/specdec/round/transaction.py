@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from specdec.catalog import RoundShape
-from specdec.errors import UsageError
+from specdec.errors import PluginError, UsageError
 from specdec.interfaces import Drafter, Target
 from specdec.round.arena import Arena
 from specdec.round.completion import Finish
+from specdec.round.contract import described, expect, expect_every_depth, method_of
 from specdec.round.graphs import Program
 from specdec.round.proposer import ChainProposer
 from specdec.round.staging import Staging
@@ -25,7 +26,6 @@ from specdec.sampling.chain import resolve_empty
 from specdec.sampling.philox import TARGET_DOMAIN
 from specdec.sampling.sampler import RoundWords
 from specdec.state.requests import BUDGET, CONSUMED, EPOCH, FINISH, GENERATED, PENDING, REQUEST, SEED, Lanes
-from specdec.state.store import StateStore
 
 
 class _Settlement:
@@ -54,14 +54,21 @@ class _Settlement:
         stopping = (tokens.unsqueeze(2) == stops.unsqueeze(1)).any(2) & (self.columns < offered.unsqueeze(1))
         until_stop = torch.where(stopping, self.columns + 1, offered.unsqueeze(1) + 1).amin(1)
         emitted = torch.minimum(torch.minimum(offered, remaining), until_stop) * lanes.live
-        faults = self.target.faults(lanes.slots)
-        if self.drafter is not None:
-            faults = faults + self.drafter.faults(lanes.slots)
+        faults = self._faults(lanes)
         # a stop id before the missing token ends the request as it would have without drafts
         broken = (missing & (emitted == offered) & (emitted < until_stop)) | (faults > 0)
         finish = torch.where(emitted == remaining, int(Finish.LENGTH), int(Finish.NONE))
         finish = torch.where(emitted == until_stop, int(Finish.STOP), finish)
         return emitted, torch.where(broken, int(Finish.FAULT), finish)
+
+    def _faults(self, lanes: Lanes) -> Tensor:
+        """Broken invariants of every lane, [B] int64."""
+        found = []
+        for owner in (self.target, self.drafter):
+            if owner is not None:
+                found.append(owner.faults(lanes.slots))
+                expect(found[-1], (lanes.count,), "B", of=owner, method="faults", integer=True)
+        return found[0] if len(found) == 1 else found[0] + found[1]
 
     def complete(
         self,
@@ -84,12 +91,10 @@ class _Settlement:
         last = tokens.gather(1, (emitted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         advanced = self.arena.requests.advance(lanes, consumed=consumed, emitted=emitted, last=last, finish=finish)
         rows = torch.where(live.unsqueeze(1), advanced, lanes.resident)
-        draft_rows = faults = torch.zeros_like(emitted)
+        faults = self._faults(lanes)
+        zero = draft_rows = torch.zeros_like(emitted)
         if self.drafter is not None:
             draft_rows = self.drafter.store["rows"][0].index_select(0, lanes.slots).view(-1)
-            faults = self.drafter.faults(lanes.slots)
-        faults = faults + self.target.faults(lanes.slots)
-        zero = torch.zeros_like(emitted)
         metadata = torch.stack(
             [
                 rows[:, REQUEST],
@@ -195,8 +200,8 @@ class ChainRound:
         target, drafter, settlement = self.target, self.drafter, self._settlement
         drafts = self.shape.draft_tokens
         self._mark("begin")
-        for store in self._stores:
-            store.begin_round()
+        for owner in self._owners:
+            owner.store.begin_round()
         lanes = self.arena.requests.lanes(self.staging.slots)
         params, sampler = lanes.law, self.arena.sampler
         words = RoundWords.of(lanes.integers[:, SEED], lanes.consumed, self.max_draft_tokens)
@@ -204,7 +209,9 @@ class ChainRound:
         # 1 draft, 2 copy: the proposer puts a copied token where the drafter's own would be, and the drafter goes on from it
         forecasts = None
         if drafter is not None:
-            forecasts = drafter.propose(lanes, drafts, self.proposer(lanes, words))
+            proposer = self.proposer(lanes, words)
+            forecasts = drafter.propose(lanes, drafts, proposer)
+            self._check_proposals(proposer, forecasts)
         self._mark("draft")
 
         # a lane's drafts count only up to its ceiling and to what its budget can still emit
@@ -215,6 +222,7 @@ class ChainRound:
         inputs = self.draft_tokens.clamp(0, target.vocab_size - 1)
         block = torch.cat([lanes.pending.unsqueeze(1), inputs], dim=1)
         logits, verified = self.verify(lanes, block, offered, forecasts)
+        expect(logits, (*block.shape, target.vocab_size), "B, W, V", of=target, method="verify", padded=True)
         self._mark("verify")
 
         # 4 law; drafts were drawn without penalties, from the law that was kept for them, which leaves the emitted law exact
@@ -242,8 +250,8 @@ class ChainRound:
         target.commit(lanes, emitted)
         if extended:
             settlement.extend(lanes, logits, outcome.tokens, emitted)
-        for store in self._stores:
-            store.end_round()
+        for owner in self._owners:
+            owner.store.end_round(owner)
 
         # 8 complete
         settlement.complete(
@@ -269,7 +277,20 @@ class ChainRound:
             probs=self.draft_probs,
             vocab_size=self.target.vocab_size,
             copies=self.staging.copies,
+            drafter=self.drafter,
         )
+
+    def _check_proposals(self, proposer: ChainProposer, forecasts: object) -> None:
+        """A draft that was not proposed would be what an earlier round left there."""
+        expect_every_depth(proposer.drawn, self.shape.draft_tokens, of=self.drafter)
+        if forecasts is None:
+            return
+        wanted = [self.shape.batch, self.shape.draft_tokens]
+        if not isinstance(forecasts, Tensor) or list(forecasts.shape) != wanted or forecasts.dtype != torch.float32:
+            raise PluginError(
+                f"{method_of(self.drafter, 'propose')} returns {described(forecasts)}; it returns None, or forecasts of "
+                f"acceptance [B, K] = {wanted} float32; tokens go through the proposer"
+            )
 
     def verify(self, lanes: Lanes, block: Tensor, offered: Tensor, forecasts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Target logits [B, W, V] of pending token and drafts, and how many drafts of each lane they judge, [B] int64.
@@ -283,8 +304,8 @@ class ChainRound:
             self.arena.phases.mark(name)
 
     @property
-    def _stores(self) -> list[StateStore]:
-        return [owner.store for owner in (self.target, self.drafter) if owner is not None]
+    def _owners(self) -> list[Target | Drafter]:
+        return [owner for owner in (self.target, self.drafter) if owner is not None]
 
     def _at_boundary(self, lanes: Lanes, emitted: Tensor) -> dict[str, Mapping[str, Tensor]]:
         """State at the next page boundary of each lane; meaningless for lanes whose emission does not reach it."""
@@ -338,7 +359,10 @@ class FirstToken:
         lanes = self.arena.requests.lanes(self.staging.slots)
         sampler = self.arena.sampler
         words = RoundWords.of(lanes.integers[:, SEED], lanes.consumed - 1, self.max_draft_tokens)
-        logits = self.target.first_logits(lanes.slots).unsqueeze(1)
+        saved = self.target.first_logits(lanes.slots)
+        shape = (lanes.count, self.target.vocab_size)
+        expect(saved, shape, "B, V", of=self.target, method="first_logits", padded=True)
+        logits = saved.unsqueeze(1)
         no_drafts = lanes.slots.unsqueeze(1)[:, :0]
         shaped = self.arena.requests.shaped(lanes, logits, no_drafts) if extended else logits
         if masked:

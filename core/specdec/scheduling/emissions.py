@@ -48,8 +48,8 @@ def error_line(error: BaseException) -> str:
 def fault_text(faults: int) -> str:
     """Why a request ended as a fault. faults: broken state invariants of its last record."""
     if faults:
-        return f"{faults} invariants of the request's state were broken, which is a bug in the plugin or in specdec"
-    return "the model's logits were not a distribution (NaN or infinite), check the checkpoint or try --dtype float32"
+        return f"{faults} invariants of the request's state were broken, which is a bug in the plugin or in specdec; report it"
+    return "the model's logits were not a distribution (NaN or infinite); check the checkpoint or try --dtype float32"
 
 
 def emitted_logprobs(tokens: tuple[int, ...], columns: Sequence[Any], count: int) -> tuple[TokenLogprobs, ...]:

@@ -23,7 +23,10 @@ def forget_temperatures(model: LoadedModel) -> None:
     """
     forecasting = [captured for captured in model.rounds.values() if isinstance(captured, AllocatedRound)]
     if not forecasting:
-        raise UsageError(f"recipe {model.recipe.name!r} was prepared without rounds that forecast acceptance")
+        raise UsageError(
+            f"recipe {model.recipe.name!r} was prepared without rounds that forecast acceptance; prepare it with drafts, if it "
+            "has forecasts at all"
+        )
     for captured in forecasting:
         captured.temperatures = None
 

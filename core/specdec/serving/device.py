@@ -111,7 +111,9 @@ class ModelDevice:
         for name, tokens in (("prompt", request.prompt), ("output", request.output), ("logit_bias", biased)):
             outside = next((token for token in tokens if not 0 <= token < vocab), None)
             if outside is not None:
-                raise UsageError(f"{name} token {outside} is outside the vocabulary of {vocab}")
+                raise UsageError(
+                    f"{name} token {outside} is outside the vocabulary of {vocab}; ids are 0 to {vocab - 1}"
+                )
         if request.stop_ids is not None and len(request.stop_ids) > STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids; at most {STOP_IDS} are supported")
         reach = min(len(request.prompt) + request.max_new_tokens, context) + self.horizon

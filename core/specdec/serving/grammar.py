@@ -81,7 +81,7 @@ class Grammar:
         try:
             return cls(kind="json_schema", text=json.dumps(schema))
         except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"grammar json_schema: the schema is not JSON: {error}") from error
+            raise UsageError(f"grammar json_schema: the schema is not JSON: {error}; give JSON text") from error
 
 
 @frozen(kw_only=True)
@@ -273,7 +273,8 @@ class GrammarCompiler:
         for place, token in enumerate(output):
             if not state.accept(token):
                 raise UsageError(
-                    f"grammar {grammar.kind}: it does not allow token {token} at place {place} of the earlier output"
+                    f"grammar {grammar.kind}: it does not allow token {token} at place {place} of the earlier output; "
+                    "resume with the grammar that it was made with"
                 )
         if state.dead_end is not None:
             raise UsageError(f"grammar {grammar.kind}: {state.dead_end}; no output can satisfy it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from attrs import evolve, frozen
 
 from specdec.catalog import RoundShape, batch_capacities, chunk_sizes
-from specdec.checkpoint.accepted import check_model_type, context_limit, embedded_checkpoint, text_config
+from specdec.checkpoint.accepted import check_model_type, context_limit, open_checkpoint, text_config
 from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.tokenizer import Tokenizer
 from specdec.declaration import Recipe
@@ -56,8 +55,8 @@ class GenerationDefaults:
 
         Raises CheckpointError if the file is not a JSON object or a value is not usable.
         """
-        path = Path(checkpoint.directory) / "generation_config.json"
-        found = _generation_config(path) if path.is_file() else {}
+        path = checkpoint.directory / "generation_config.json"
+        found = {name: value for name, value in checkpoint.generation_config().items() if value is not None}
         values = {name: getattr(recipe.sampling, name) for name in _SAMPLING}
         values.update({name: found[name] for name in _SAMPLING if name in found})
         try:
@@ -65,7 +64,7 @@ class GenerationDefaults:
         except UsageError as error:
             raise CheckpointError(f"{path}: {error}; correct the file") from error
         ids = found.get("eos_token_id", text_config(checkpoint).get("eos_token_id"))
-        source = path if "eos_token_id" in found else Path(checkpoint.directory) / "config.json"
+        source = path if "eos_token_id" in found else checkpoint.directory / "config.json"
         if ids is None:
             ids = list(recipe.eos_token_ids)
         ids = ids if isinstance(ids, list) else [ids]
@@ -80,17 +79,6 @@ class GenerationDefaults:
         values = {name: getattr(self, name) for name in _SAMPLING}
         values.update({name: value for name, value in overrides.items() if value is not None})
         return SamplingParams(**values)
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    """The keys of the file that are not null."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}, needs an object")
-    return {name: value for name, value in content.items() if value is not None}
 
 
 def _stores(target: Target, drafter: Drafter | None) -> tuple[StateStore, ...]:
@@ -212,23 +200,23 @@ class LoadedModel:
     ) -> LoadedModel:
         """Opens the checkpoint, loads target and drafter through the owner's hooks and builds every round of the catalog.
 
-        directory: checkpoint folder, None for the embedded one. dtype: torch dtype name of activations; None takes float32 on
-        a CPU and bfloat16 elsewhere. Allocates everything that rounds use.
+        directory: folder or file of the checkpoint, None for the embedded one. dtype: torch dtype name of activations; None
+        takes float32 on a CPU and bfloat16 elsewhere. Allocates everything that rounds use.
 
         Raises CheckpointError, PluginError, CapacityError or UsageError with one line each.
         """
         where = torch.device(device)
         dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
         hooks = recipe_book().hooks_for(recipe)
-        path = Path(directory) if directory is not None else embedded_checkpoint(recipe)
-        with Checkpoint.open(path) as checkpoint, torch.inference_mode():
+        with open_checkpoint(recipe, directory) as checkpoint, torch.inference_mode():
             check_model_type(checkpoint, recipe)
             defaults = GenerationDefaults.read(checkpoint, recipe)
-            tokenizer = Tokenizer.load(path)
+            tokenizer = checkpoint.tokenizer()
             limit = context_limit(checkpoint)
             if limit is not None and config.context > limit:
                 raise UsageError(
-                    f"--context is {config.context}; the checkpoint's max_position_embeddings is {limit} ({path}); lower it"
+                    f"--context is {config.context}; the checkpoint's max_position_embeddings is {limit} "
+                    f"({checkpoint.directory}); lower it"
                 )
             memory = checked_plan(recipe, config, checkpoint, device=where, dtype=dtype)
             capacities = capacities_for(recipe, config, dtype)

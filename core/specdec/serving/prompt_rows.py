@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.errors import CaptureError
 from specdec.interfaces import Drafter, Target
+from specdec.round.contract import expect
 from specdec.round.graphs import GraphPool
 from specdec.state.upload import upload
 
@@ -74,6 +75,8 @@ class PromptRows:
         # read before the chunk overwrites it: with lag 1 the row before the chunk pairs with the chunk's first token
         tail = target.feedback(slot)
         feedback = target.prefill(chunk, slot, start)
+        expect(tail, (1, None), "B, D", of=target, method="feedback")
+        expect(feedback, (len(chunk), tail.shape[1]), "T, D", of=target, method="prefill")
         if between is not None:
             between()
         if drafter is None:

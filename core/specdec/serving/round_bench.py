@@ -170,7 +170,9 @@ class RoundBench:
         for stream in streams:
             error = stream.result().error
             if error is not None:
-                raise SpecdecError(f"a request of the benchmark ended early: {error}")
+                raise SpecdecError(
+                    f"a request of the benchmark ended early: {error}; cure that, then run the benchmark again"
+                )
         while not engine.idle:
             # the next arm has the model for itself
             time.sleep(0.001)
@@ -239,7 +241,8 @@ class RoundBench:
             table = self.model.arena.requests.integers[:, FINISH].tolist()
             if any(table[slot] for slot in slots):
                 raise SpecdecError(
-                    f"a request ended within {self.rounds} rounds of {shape.batch} lanes, width {shape.width}"
+                    f"a request ended within {self.rounds} rounds of {shape.batch} lanes, width {shape.width}; "
+                    "prepare with more context"
                 )
         finally:
             for number in numbers:

@@ -106,6 +106,15 @@ class DraftStatistics:
         self.cut_tokens += other.cut_tokens
         self.inconsistent += other.inconsistent
 
+    def since(self, earlier: DraftStatistics) -> DraftStatistics:
+        """What came since ``earlier``, a copy of these totals as they were."""
+        return DraftStatistics(
+            outcomes=self.outcomes - earlier.outcomes,
+            first_tokens=self.first_tokens - earlier.first_tokens,
+            cut_tokens=self.cut_tokens - earlier.cut_tokens,
+            inconsistent=self.inconsistent - earlier.inconsistent,
+        )
+
     @classmethod
     def of(cls, completions: Iterable[tuple[Completion, bool]]) -> DraftStatistics:
         """Totals over (record, in_round) pairs."""

@@ -173,7 +173,9 @@ class SimulatedDevice:
         """See ``Device.check``; what needs text or logits is refused, for nothing here has any."""
         if len(request.prompt) + len(request.output) >= self.context:
             used = len(request.prompt) + len(request.output)
-            raise UsageError(f"prompt and output have {used} tokens, which fill the context of {self.context}")
+            raise UsageError(
+                f"prompt and output have {used} tokens, which fill the context of {self.context}; raise it"
+            )
         options = ("stop", "grammar", "logprobs", "prompt_logprobs")
         wanted = [name for name in options if getattr(request, name) not in ((), None)]
         if wanted:
@@ -216,7 +218,10 @@ class SimulatedDevice:
 
     def _take(self, pages: int) -> None:
         if pages > self.free_pages:
-            raise CapacityError(f"{pages} pages are needed and {self.free_pages} of {self.pages} are free")
+            raise CapacityError(
+                f"{pages} pages are needed and {self.free_pages} of {self.pages} are free; lower the "
+                "concurrency or raise the pages"
+            )
         self.free_pages -= pages
 
     def admit(self, resident: Resident, reach: int) -> int:

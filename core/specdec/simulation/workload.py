@@ -117,7 +117,7 @@ def _arrival(line: str, where: str, earlier: Sequence[Arrival], categories: Sequ
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: not JSON: {error}") from error
+        raise UsageError(f"{where}: not JSON: {error}; give a JSON object a line") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: {entry!r} is no object; give {', '.join(_REQUIRED)}")
     missing = [name for name in _REQUIRED if name not in entry]

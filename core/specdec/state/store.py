@@ -16,10 +16,18 @@ from torch import Tensor
 
 from specdec.declaration import StateField, StateKind, StateLayout
 from specdec.errors import DeclarationError
+from specdec.round.contract import method_of
 from specdec.state.upload import upload
 
 # kinds whose commit is the same for every plugin: selection, shift, or validity by length and tags
 _COMMITTED_BY_STORE = (StateKind.COLUMNS, StateKind.WINDOW, StateKind.PAGED, StateKind.RING)
+
+
+#: What commits a field, by kind.
+_COMMITTED_WITH = {
+    StateKind.ROW: "store.write_row('{name}', lanes.slots, values)",
+    StateKind.RECORDS: "store.commit_records('{name}')",
+} | dict.fromkeys(_COMMITTED_BY_STORE, "store.commit(lanes.slots, taken)")
 
 
 class StateStore:
@@ -198,17 +206,25 @@ class StateStore:
         """Starts counting commits."""
         self._commits.clear()
 
-    def end_round(self) -> None:
-        """Checks that every declared field was committed exactly once since ``begin_round``.
+    def end_round(self, of: object = None) -> None:
+        """Checks that every declared field was committed exactly once since ``begin_round``. of: whose state it is, for messages.
 
-        Raises DeclarationError naming the fields that were not; a plugin that forgets one cannot produce text.
+        Raises DeclarationError naming the fields that were not, what commits each and where; a plugin that forgets one cannot
+        produce text.
         """
-        wrong = [f"{field.name} ({self._commits[field.name]} times)" for field in self._miscounted()]
-        if wrong:
-            raise DeclarationError(
-                f"state of the {self.layout.owner}: every declared field must be committed exactly once a round, but "
-                f"{', '.join(wrong)}; commit it in the plugin's commit or absorb, or do not declare it"
-            )
+        wrong = self._miscounted()
+        if not wrong:
+            return
+        said = []
+        for field in wrong:
+            count = self._commits[field.name]
+            cure = _COMMITTED_WITH[field.kind].format(name=field.name)
+            what = "was committed again" if count else f"was not committed in the round, call {cure}"
+            said.append(f"{field.name} ({count} times) {what}")
+        raise DeclarationError(
+            f"state of the {self.layout.owner}: {'; '.join(said)}; every declared field is committed exactly once a round, in "
+            f"{'its commit' if of is None else method_of(of, 'commit')}, or must not be declared"
+        )
 
     def _miscounted(self) -> list[StateField]:
         return [field for field in self.layout.fields if self._commits[field.name] != 1]
@@ -241,7 +257,7 @@ class StateStore:
     def restore(self, slot: Tensor, state: Mapping[str, Tensor]) -> None:
         """Writes a state of one lane (``state_after`` with B = 1) into a slot; pages and ring tags are the caller's.
 
-        slot: [1] int64. Between rounds. Raises KeyError if a field is missing.
+        slot: [1] int64. Between rounds. Raises DeclarationError if a field is missing.
         """
         for field in self.layout.fields:
             if field.kind in (StateKind.PAGED, StateKind.RECORDS):
@@ -251,6 +267,11 @@ class StateStore:
                 tensor = tensor[:, :, : field.extent]
             elif field.kind is not StateKind.RING:
                 tensor = tensor[:, :, 0]
+            if field.name not in state:
+                raise DeclarationError(
+                    f"state of the {self.layout.owner}: the snapshot to restore has no field {field.name!r}; snapshot must "
+                    "return every declared field but pages and records, as store.state_after does"
+                )
             tensor.index_copy_(1, slot, state[field.name])
         self.selected.index_fill_(0, slot, 0)
         self.faults.index_fill_(0, slot, 0)

@@ -71,8 +71,9 @@ class WrappedDrafter:
 
 @frozen(kw_only=True, eq=False)
 class Proposal:
-    """One depth of one round: logits [B, V'] as the drafter gave them, tokens [B] int64 as proposed, slots [B] of the
-    lanes; law [B, V] as kept for the accept test, if the proposer shows it."""
+    """One depth of one round: logits [B, V'] as the drafter gave them, V' = 0 for placed tokens; tokens [B] int64 as proposed,
+    placed ones as the drafter gave them; slots [B] of the lanes; law [B, V] as kept for the accept test, if the proposer shows
+    it."""
 
     depth: int
     slots: Tensor
@@ -125,6 +126,12 @@ class RecordingDrafter(WrappedDrafter):
     def logits(self, slot: int) -> Tensor:
         """Logits [K, V'] of a live slot in the last round."""
         return torch.stack([p.logits[p.slots == slot][0] for p in self.seen])
+
+    def given(self, slot: int) -> Tensor:
+        """What the drafter itself gave for a live slot at every depth of the last round: logits [K, V'], or the token ids
+        [K, 1] int64 of a drafter that placed them."""
+        logits = self.logits(slot)
+        return logits if logits.shape[1] else torch.tensor(self.tokens(slot)).unsqueeze(1)
 
     def tokens(self, slot: int) -> list[int]:
         """Proposals of a live slot in the last round."""
@@ -203,11 +210,13 @@ class _Guided:
         return tokens
 
     def place(self, depth: int, tokens: Tensor) -> Tensor:
-        return self.inner.place(depth, tokens)
+        # in the place of what would have been placed: the guide's logits are all that matters
+        return self.draw(depth, torch.empty(0, dtype=torch.float32, device=tokens.device))
 
 
 class GuidedDrafter(WrappedDrafter):
-    """Draws from logits [V] that ``guide(slot, tokens drawn so far in this round)`` gives. Reads tensors on the host."""
+    """Draws from logits [V] that ``guide(slot, tokens drawn so far in this round)`` gives, whatever the wrapped drafter draws
+    or places. Reads tensors on the host."""
 
     def __init__(self, inner: Drafter, guide: Callable[[int, tuple[int, ...]], Tensor]) -> None:
         super().__init__(inner)

@@ -12,7 +12,8 @@ Three classes of fault are found:
   (`torch.tensor([...])`) included: on the CPU they look harmless, on a GPU each is a copy from pageable memory;
 * draws from torch's generators, whose state a replay cannot own;
 
-and at the end: storage made inside that is still alive, unless allowed. A round must leave nothing behind.
+and at the end: storage made inside that is still alive, unless allowed. A round must leave nothing behind. Every message names
+the line at fault: the plugin's own, where the core or torch were called from it.
 
 Not seen: numpy code that got at memory before the guard, `torch.cuda.synchronize` and streams, work in other threads.
 """
@@ -28,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec import places
 from specdec.testing.uncapturable import refusal, refusal_of_function
 
 
@@ -35,14 +37,16 @@ class NotCapturable(AssertionError):
     """A round did something that a captured graph cannot contain.
 
     Attributes:
-        op: name of the operation, for example "aten.nonzero.default", or "persistent allocation".
+        op: name of the operation, for example "aten.nonzero.default" or "Tensor.item", or "persistent allocation".
         reason: why it cannot be captured, and what to use instead.
+        where: "file:line in function" that did it, empty if unknown.
     """
 
-    def __init__(self, op: str, reason: str) -> None:
-        super().__init__(f"{op}: {reason}")
+    def __init__(self, op: str, reason: str, where: str = "") -> None:
+        super().__init__(f"{op}: {reason}{f' ({where})' if where else ''}")
         self.op = op
         self.reason = reason
+        self.where = where
 
 
 class CapturableGuard:
@@ -60,8 +64,9 @@ class CapturableGuard:
         self.operations = 0
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self._allowed: set[int] = set()
+        self._since = 0
         self._dispatch = _DispatchGuard(self)
-        self._function = _FunctionGuard()
+        self._function = _FunctionGuard(self)
 
     def allow(self, *values: Any) -> None:
         """Let storage outlive the block: tensors, or tuples, lists, dicts and attrs records that hold them."""
@@ -70,6 +75,8 @@ class CapturableGuard:
                 self._allowed.add(StorageWeakRef(tensor.untyped_storage()).cdata)
 
     def __enter__(self) -> "CapturableGuard":
+        # of the frame with the block
+        self._since = places.depth() - 1
         self._function.__enter__()
         self._dispatch.__enter__()
         return self
@@ -94,6 +101,9 @@ class CapturableGuard:
                 "at preparation, or name intended results with guard.allow(...)",
             )
 
+    def _line(self) -> str:
+        return places.running(self._since, __file__)
+
     def _alive(self) -> list[str]:
         return [what for key, (ref, what) in self._made.items() if key not in self._allowed and not ref.expired()]
 
@@ -103,7 +113,8 @@ class CapturableGuard:
             ref = StorageWeakRef(tensor.untyped_storage())
             # The weak reference keeps the address from being used again, so it can serve as a key.
             if ref.cdata not in before and ref.cdata not in self._made:
-                self._made[ref.cdata] = (ref, f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+                where = self._line()
+                self._made[ref.cdata] = (ref, f"{name} {tuple(tensor.shape)} {tensor.dtype} ({where})")
 
     def _foreign(self, tensor: Tensor) -> bool:
         return StorageWeakRef(tensor.untyped_storage()).cdata not in self._made
@@ -118,7 +129,7 @@ class _DispatchGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         reason = refusal(func, args, kwargs, self._guard._foreign)
         if reason is not None:
-            raise NotCapturable(str(func), reason)
+            raise NotCapturable(str(func), reason, self._guard._line())
         # In inference mode compound operations arrive whole; their parts must be seen.
         if func._can_decompose():
             with self:
@@ -135,12 +146,22 @@ class _DispatchGuard(TorchDispatchMode):
 class _FunctionGuard(TorchFunctionMode):
     """Calls that read or build tensors below the dispatcher: only this layer sees them on the CPU."""
 
+    def __init__(self, guard: CapturableGuard) -> None:
+        super().__init__()
+        self._guard = guard
+
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         reason = refusal_of_function(func, args, kwargs)
         if reason is not None:
-            raise NotCapturable(getattr(func, "__qualname__", str(func)), reason)
+            raise NotCapturable(_written(func), reason, self._guard._line())
         return func(*args, **kwargs)
+
+
+def _written(func: Callable[..., Any]) -> str:
+    """How a call is written: "Tensor.item", not "_TensorBase.item"."""
+    name = getattr(func, "__qualname__", str(func))
+    return f"Tensor.{name.rpartition('.')[2]}" if name.startswith(("Tensor", "_TensorBase", "TensorBase")) else name
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

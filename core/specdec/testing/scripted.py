@@ -15,7 +15,7 @@ from specdec.testing.drafters import WrappedDrafter
 
 @frozen(kw_only=True, eq=False)
 class _ScriptedProposer:
-    """Answers every draw with the script's token and a point-mass law."""
+    """Answers every draw, and every placed token, with the script's token and a point-mass law."""
 
     inner: Proposer
     script: Tensor
@@ -25,11 +25,11 @@ class _ScriptedProposer:
         return self.inner.place(depth, self.script[:, depth].index_select(0, self.slots))
 
     def place(self, depth: int, tokens: Tensor) -> Tensor:
-        return self.inner.place(depth, tokens)
+        return self.draw(depth, tokens)
 
 
 class ScriptedDrafter(WrappedDrafter):
-    """Proposes tokens from a script, one row per slot, instead of drawing from its own logits.
+    """Proposes tokens from a script, one row per slot, instead of drawing from its own logits or placing its own tokens.
 
     The wrapped drafter does all its work (feedback pair, recursion over the scripted tokens, absorption), so its state is that
     of a real round in which exactly these drafts were proposed. A script may hold ids outside the vocabulary.

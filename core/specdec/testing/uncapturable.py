@@ -14,16 +14,21 @@ from torch import Tensor
 _HOST_READ = "the host reads a tensor's value and waits for the device; decide with torch.where instead"
 _DATA_SHAPE = "the result's shape depends on data, so the host waits for it; use masks, torch.where or gather"
 _MASK_INDEX = "a boolean mask as index has a shape that depends on data; use torch.where or masked_fill_"
-_REPEATS = "without output_size the host must read the repeats"
+_REPEATS = "without output_size the host must read the repeats; give output_size"
 _GENERATOR = "draws from torch's generator, whose state a replay does not own; use specdec.sampling.philox"
 _HOST_DATA = (
     "host data enters the round; on a GPU this copies from pageable memory. Use arange, full or a prepared tensor"
 )
-_HOST_VIEW = "hands the tensor's memory to the host"
+_HOST_VIEW = "hands the tensor's memory to the host; stay with tensors on the device, and read results after the round"
+_TO_HOST = (
+    "copies to the host and waits for the device; stay with tensors on the device, and read results after the round"
+)
 _TRANSFER = "copies between devices; only copies to or from pinned memory with non_blocking=True can be captured"
 _PINNING = "allocates page-locked host memory; do so at preparation"
-_RESIZE = "changes the storage of a tensor made outside the round"
-_CUDA_SYNC = "its CUDA implementation waits for the device"
+_RESIZE = (
+    "changes the storage of a tensor made outside the round; allocate the largest size at preparation and write a part"
+)
+_CUDA_SYNC = "its CUDA implementation waits for the device; compute the same from comparisons, sums and sorts"
 
 # Kernels that synchronise on CUDA without a tag that says so.
 _CUDA_SYNCHRONISING = {
@@ -64,7 +69,16 @@ _RESIZING = {"resize_", "resize_as_", "set_"}
 _LIFTING = {"lift", "lift_fresh"}
 
 _FUNCTIONS = {
+    # these would reach the dispatcher too, under names that nobody wrote
+    Tensor.item: _HOST_READ,
+    Tensor.__bool__: _HOST_READ,
+    Tensor.__int__: _HOST_READ,
+    Tensor.__float__: _HOST_READ,
+    Tensor.__complex__: _HOST_READ,
+    Tensor.__index__: _HOST_READ,
     Tensor.tolist: _HOST_READ,
+    # on the CPU it does nothing, which is why only the name can be noticed there
+    Tensor.cpu: _TO_HOST,
     Tensor.__contains__: _HOST_READ,
     Tensor.__repr__: _HOST_READ,
     Tensor.__format__: _HOST_READ,

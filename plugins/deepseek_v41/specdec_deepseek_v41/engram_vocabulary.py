@@ -78,7 +78,7 @@ def load_compressed_ids(checkpoint: Checkpoint, geometry: Geometry) -> Tensor:
         ids = checkpoint.load(COMPRESSED_IDS).long()
     else:
         where = f"{checkpoint.directory / 'tokenizer.json'}: compressed ids"
-        ids = torch.tensor(compressed_ids(Tokenizer.load(checkpoint.directory)), dtype=torch.int64)
+        ids = torch.tensor(compressed_ids(checkpoint.tokenizer()), dtype=torch.int64)
     pad = geometry.engram_pad_token_id
     if not pad < len(ids) <= vocabulary:
         raise CheckpointError(

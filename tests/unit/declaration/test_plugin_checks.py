@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from stand_ins import stand_in_round, stand_in_target
 
 import specdec
 from specdec import hookimpl
@@ -112,15 +113,15 @@ def test_only_the_owner_is_called(make_recipe: Callable[..., Recipe]) -> None:
     calls: list[str] = []
 
     def hooks(recipe: Recipe) -> dict[str, Callable[..., Any]]:
-        def build_target_state(recipe: Recipe, device: str) -> str:
+        def build_target_state(recipe: Recipe, device: str) -> Any:
             calls.append(f"{recipe.name} on {device}")
-            return f"target of {recipe.name}"
+            return stand_in_target(owner=recipe.name)
 
         return {"declare_speculation": lambda: [recipe], "build_target_state": build_target_state}
 
     recipes = book(loaded("one", **hooks(first)), loaded("two", **hooks(second)))
     target: Any = recipes.hooks_for("second").build_target_state(checkpoint=None, capacities=None, device="cpu")  # type: ignore[arg-type]
-    assert target == "target of second"
+    assert target.owner == "second"
     assert calls == ["second on cpu"]
     assert recipes.hooks_for(first).plugin.record.name == "one"
 
@@ -157,19 +158,19 @@ def test_a_missing_hook_is_reported_when_needed(recipe: Recipe) -> None:
 
 def test_the_core_round_is_tried_last(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     core = ModuleType(DEFAULT_ROUND_MODULE)
-    core.capture_round = hookimpl(trylast=True)(lambda shape: f"core {shape}")  # type: ignore[attr-defined]
+    core.capture_round = hookimpl(trylast=True)(lambda shape: stand_in_round(made=f"core {shape}"))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, DEFAULT_ROUND_MODULE, core)
     own = loaded(
         "toy",
         declare_speculation=lambda: [recipe],
-        capture_round=lambda shape: None if shape == "narrow" else f"own {shape}",
+        capture_round=lambda shape: None if shape == "narrow" else stand_in_round(made=f"own {shape}"),
     )
     hooks = book(own).hooks_for("toy")
     made: list[Any] = [
         hooks.capture_round(target=None, drafter=None, shape=shape, arena=None)  # type: ignore[arg-type]
         for shape in ("narrow", "wide")
     ]
-    assert made == ["core narrow", "own wide"]
+    assert [one.made for one in made] == ["core narrow", "own wide"]
 
 
 def failed(name: str, status: str = "failed", recipes: tuple[str, ...] = ()) -> PluginRecord:

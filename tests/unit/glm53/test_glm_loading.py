@@ -11,9 +11,9 @@ from attrs import evolve
 from glm_models import prepare, write_random_checkpoint
 from safetensors.torch import load_file, save_file
 
+from specdec.checkpoint.accepted import embedded_checkpoint
 from specdec.errors import CheckpointError
 from specdec.recipes import recipe_book
-from specdec.serving.model import embedded_checkpoint
 from specdec.tensor_names import TEXT_PREFIX, TEXT_PREFIXES
 from specdec_glm53.geometry import TINY, dense_first, interleaved
 

@@ -7,28 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import evolve, frozen
+from attrs import evolve
 
+from specdec.checkpoint.accepted import context_limit, embedded_checkpoint
+from specdec.checkpoint.reader import Checkpoint
 from specdec.errors import CheckpointError, UsageError
 from specdec.recipes import recipe_book
-from specdec.serving.model import GenerationDefaults, context_limit, embedded_checkpoint
+from specdec.serving.model import GenerationDefaults
 
 RECIPE = recipe_book().recipe("qwen3.8-flash")
 
 
-@frozen(kw_only=True)
-class Folder:
-    """What the functions under test read of a checkpoint."""
-
-    directory: Path
-    config: dict[str, Any]
+def folder(tmp_path: Path, config: dict[str, Any]) -> Checkpoint:
+    """A checkpoint without tensors."""
+    return Checkpoint(directory=tmp_path, config=config, stored={})
 
 
 def read(tmp_path: Path, generation: Any, config: dict[str, Any] | None = None) -> GenerationDefaults:
     if generation is not None:
         text = generation if isinstance(generation, str) else json.dumps(generation)
         (tmp_path / "generation_config.json").write_text(text)
-    return GenerationDefaults.read(Folder(directory=tmp_path, config=config or {}), RECIPE)  # type: ignore[arg-type]
+    return GenerationDefaults.read(folder(tmp_path, config or {}), RECIPE)
 
 
 def values(defaults: GenerationDefaults) -> tuple[Any, ...]:
@@ -58,9 +57,9 @@ def test_where_each_value_comes_from(tmp_path: Path, generation: Any, config: An
 @pytest.mark.parametrize(
     ("generation", "words"),
     [
-        ("{", "generation_config.json: not readable as JSON"),
-        ("\x00", "generation_config.json: not readable as JSON"),
-        ("[" * 100_000, "generation_config.json: not readable as JSON"),
+        ("{", "generation_config.json: not valid JSON"),
+        ("\x00", "generation_config.json: not valid JSON"),
+        ("[" * 100_000, "generation_config.json: not valid JSON"),
         ([], "generation_config.json: holds a JSON list, needs an object"),
         ({"temperature": "hot"}, "generation_config.json: temperature is 'hot'"),
         ({"temperature": 0}, "generation_config.json: temperature is 0"),
@@ -92,13 +91,13 @@ def test_unusable_configuration_is_named(tmp_path: Path) -> None:
     [({}, None), ({"max_position_embeddings": 9}, 9), ({"text_config": {"max_position_embeddings": 7}}, 7)],
 )
 def test_context_limit(tmp_path: Path, config: dict[str, Any], limit: int | None) -> None:
-    assert context_limit(Folder(directory=tmp_path, config=config)) == limit  # type: ignore[arg-type]
+    assert context_limit(folder(tmp_path, config)) == limit
 
 
 @pytest.mark.parametrize("value", ["4096", 0, -1, 1.5, True, []])
 def test_context_limit_that_is_none(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointError, match="max_position_embeddings is"):
-        context_limit(Folder(directory=tmp_path, config={"max_position_embeddings": value}))  # type: ignore[arg-type]
+        context_limit(folder(tmp_path, {"max_position_embeddings": value}))
 
 
 def test_options_replace_defaults(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 # before the modules are imported, so that their assertions explain themselves
 _PARTS = (
-    "allocation base batching bench copies draws driver emitted_law greedy history invariants near_ties options oracles "
-    "poisoning precision prompt_scores prompts randomness states suite termination transaction"
+    "allocation base batching bench copies draws driver emitted_law explanations greedy history invariants near_ties options "
+    "oracles poisoning precision prompt_scores prompts randomness states suite termination transaction"
 )
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS.split()))
 

@@ -13,19 +13,22 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from specdec.checkpoint.accepted import embedded_checkpoint
 from specdec.drafting.recursive import RecursiveDrafter
 from specdec.interfaces import Drafter
 from specdec.recipes import recipe_book
-from specdec.serving.model import embedded_checkpoint
 from specdec.testing.conformance.bench import Bench, altered_verification, replaced
 from specdec.testing.conformance.draws import Proposals
 from specdec.testing.conformance.driver import Driver
+from specdec.testing.conformance.explanations import Explainer, undeclared
 from specdec.testing.conformance.near_ties import PlainText, follows
 from specdec.testing.conformance.precision import PRECISIONS, Precision
 from specdec.testing.conformance.prompts import lively_prompts
 from specdec.testing.conformance.states import assert_same_state, committed
 from specdec.testing.scripted import ScriptedDrafter
 
+#: Where to go on when text differs.
+WHICH_STATE = "test_feedback_is_the_row_of_the_last_consumed_token tells which state is wrong after a single round"
 #: Names that the completeness check itself needs; no subclass may replace them.
 _UNTOUCHABLE = ("test_standard_tests_are_not_weakened", "standard_tests")
 
@@ -65,7 +68,11 @@ class Conformance:
         rows of draft history missing at N consumed tokens: 1 where row i needs token i + 1, 0 for windows of inputs.
     ``proposals``
         how drafts are drawn: "filtered" from the request's whole law; "temperature" from its temperature alone, as
-        ``specdec.round.temperature_proposers`` does, in rounds of one lane other than in wider ones.
+        ``specdec.round.temperature_proposers`` does, in rounds of one lane other than in wider ones; "placed" if they are not
+        drawn but given, through ``Proposer.place`` at every depth.
+    ``reads_feedback``
+        whether drafts are made from the target's feedback. False for one that looks at tokens alone, and then the suite checks
+        that feedback changes none of them.
     ``interval_fields``
         state fields that describe the last round rather than the committed tokens; a prompt pass leaves other values in them.
     ``context``
@@ -97,6 +104,7 @@ class Conformance:
     recipe: ClassVar[str]
     draft_lag: ClassVar[int] = 1
     proposals: ClassVar[Proposals] = "filtered"
+    reads_feedback: ClassVar[bool] = True
     interval_fields: ClassVar[tuple[str, ...]] = ("anchor",)
     device: ClassVar[str] = "cpu"
     dtype: ClassVar[str] = "float64"
@@ -273,7 +281,12 @@ class Conformance:
     def on_text(cls, driver: Driver, slot: int, plain: PlainText) -> bool:
         """Whether a slot's tokens are how ``plain`` begins; False behind a near tie. Raises AssertionError for any other
         difference: what a test expects of a request from ``plain`` holds as long as this does."""
-        return follows(driver.tokens(slot), plain, cls.near_tie)
+        try:
+            return follows(driver.tokens(slot), plain, cls.near_tie)
+        except AssertionError as error:
+            # pytest adds the compared values on lines of their own
+            text = str(error).partition("\n")[0]
+            raise AssertionError(f"slot {slot}: {text}; {WHICH_STATE}{undeclared(driver.bench)}") from None
 
     @classmethod
     def check_text(cls, driver: Driver, slots: Sequence[int], plain: Sequence[PlainText]) -> None:
@@ -285,7 +298,11 @@ class Conformance:
 
     @classmethod
     def check_values(cls, found: Tensor, wanted: Tensor, what: str) -> None:
-        """Two ways of computing hidden states or logits agree in the suite's precision. Raises AssertionError."""
+        """Two ways of computing hidden states or logits agree in the suite's precision, token ids exactly. Raises
+        AssertionError."""
+        if not wanted.is_floating_point():
+            assert torch.equal(found, wanted), f"{what}: {found.flatten().tolist()}, want {wanted.flatten().tolist()}"
+            return
         wrong = cls.allowed().differences(found, wanted)
         assert wrong is None, f"{what}: {wrong}"
 
@@ -302,12 +319,21 @@ class Conformance:
             (bench.target.store, reference.target.store, len(sequence)),
             (bench.drafter.store, reference.drafter.store, max(len(sequence) - cls.draft_lag, 0)),
         ):
-            assert_same_state(
-                committed(ours, slot, rows, cls.interval_fields),
-                committed(theirs, 0, rows, cls.interval_fields),
+            found = committed(ours, slot, rows, cls.interval_fields)
+            expected = committed(theirs, 0, rows, cls.interval_fields)
+            explain = Explainer(
+                bench=bench,
+                reference=reference,
                 owner=ours.layout.owner,
+                slot=slot,
+                sequence=sequence,
+                lag=cls.draft_lag,
+                ignore=cls.interval_fields,
+                found=found,
+                expected=expected,
                 precision=cls.allowed(),
             )
+            assert_same_state(found, expected, owner=ours.layout.owner, precision=cls.allowed(), explain=explain)
 
     @classmethod
     def check_all(
@@ -376,6 +402,13 @@ def require_copies(bench: Bench) -> None:
     """Skips a test of copied drafts where the recipe declares none."""
     if not bench.recipe.supports_history_drafts:
         pytest.skip(f"{bench.recipe.name} does not declare supports_history_drafts")
+
+
+def require_logits(suite: Conformance) -> None:
+    """Skips a test that changes draft logits where drafts are placed. That they are is checked by
+    ``test_the_kept_law_is_the_drawn_one`` and ``test_every_draw_uses_the_words_of_its_position``."""
+    if suite.proposals == "placed":
+        pytest.skip("drafts are placed, not drawn from logits")
 
 
 def next_tokens(output: Sequence[int], done: int, count: int, vocab: int, right: int) -> list[int]:

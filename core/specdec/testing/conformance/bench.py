@@ -15,7 +15,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from specdec.catalog import RoundShape
-from specdec.checkpoint.reader import Checkpoint
+from specdec.checkpoint.accepted import open_checkpoint
 from specdec.declaration import Recipe, StateKind
 from specdec.interfaces import Capacities, Drafter, Round, Target
 from specdec.recipes import RecipeHooks, recipe_book
@@ -99,7 +99,7 @@ class Bench:
             dtype=dtype,
             prefill_rows=context,
         )
-        with Checkpoint.open(directory) as checkpoint, torch.inference_mode():
+        with open_checkpoint(record, directory) as checkpoint, torch.inference_mode():
             target = hooks.build_target_state(checkpoint=checkpoint, capacities=capacities, device=where)
             drafter = hooks.load_drafter(checkpoint=checkpoint, target=target, capacities=capacities)
             arena = Arena(

@@ -1,4 +1,7 @@
-"""How drafts are drawn, recomputed without the code under test: which law, and which words of the request's stream."""
+"""How drafts are drawn, recomputed without the code under test: which law, and which words of the request's stream.
+
+Placed drafts have the point mass at their token for a law and take no words.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 from specdec.testing.conformance.oracles import DOMAIN_SPAN, DRAFT, drawn_by, philox_block, softmax, uniform
 
 #: See ``Conformance.proposals``.
-Proposals = Literal["filtered", "temperature"]
+Proposals = Literal["filtered", "temperature", "placed"]
 
 #: Noise of drafts has a domain behind the target's and the drafts', and a word per token id.
 NOISE, TOKEN_SPAN = 2, 1 << 18

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from specdec.interfaces import Drafter, Proposer
-from specdec.testing.conformance.base import Conformance, require_copies
+from specdec.testing.conformance.base import Conformance, require_copies, require_logits
 from specdec.testing.conformance.bench import Bench
 from specdec.testing.conformance.driver import Driver
 from specdec.testing.conformance.oracles import chi_square, joint_law, softmax
@@ -198,6 +198,7 @@ class EmittedLawConformance(Conformance):
 
     def test_drafter_without_a_law_keeps_the_law(self, crowd: Crowd) -> None:
         """Fault class: numeric fault of a drafter changes the distribution. All draft logits are NaN."""
+        require_logits(self)
         blind = AlteredLogits(crowd.bench.drafter, lambda depth, logits: torch.full_like(logits, torch.nan))
         assert crowd.fit(crowd.sample(blind, 2)) > SIGNIFICANCE
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.round.completion import Finish
-from specdec.testing.conformance.base import Conformance, next_tokens, width_sequences
+from specdec.testing.conformance.base import Conformance, next_tokens, require_logits, width_sequences
 from specdec.testing.conformance.bench import Bench, altered_verification, replaced
 from specdec.testing.conformance.driver import Driver
 from specdec.testing.conformance.near_ties import PlainText
@@ -161,6 +161,7 @@ class GreedyConformance(Conformance):
     def test_nan_draft_rows_cost_acceptance_only(self, bench: Bench, plain: list[PlainText], drafts: int) -> None:
         """Fault class: numeric fault of a drafter reaches the text. Every second depth has NaN logits, in every
         second lane."""
+        require_logits(self)
 
         def blind(depth: int, logits: torch.Tensor) -> torch.Tensor:
             lanes = torch.arange(logits.shape[0], device=logits.device) % 2 == depth % 2
@@ -195,6 +196,7 @@ class GreedyConformance(Conformance):
 
     def test_padded_vocabulary_is_never_proposed(self, bench: Bench, plain: list[PlainText]) -> None:
         """Fault class: padding rows treated as tokens. A drafter whose head is padded to V + 8 with great logits."""
+        require_logits(self)
 
         def pad(depth: int, logits: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.pad(logits, (0, 8), value=1e4)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +43,8 @@ class HistoryConformance(Conformance):
         self, bench: Bench, reference: Bench, plain: list[PlainText], accepted: int
     ) -> None:
         """Fault classes: recursive proposal states kept as history; absorption skipped; recurrent state and draft
-        history restored at different lengths; draft features missing for cached tokens. Draft logits at every depth
-        equal those of a request that got the same tokens as a prompt."""
+        history restored at different lengths; draft features missing for cached tokens. Draft logits at every depth, or placed
+        tokens, equal those of a request that got the same tokens as a prompt."""
         prompts, deepest = self.prompts(bench), bench.recipe.max_draft_tokens
         slots = self.admit_all(bench)
         recorder = RecordingDrafter(bench.drafter)
@@ -56,7 +58,7 @@ class HistoryConformance(Conformance):
             before = {slot: driver.tokens(slot) for slot in running}
             driver.round(running, width)
         slot = running[accepted % len(running)]
-        found = recorder.logits(slot)
+        found = recorder.given(slot)
         sequence = [*prompts[slot], *before[slot][:-1]]
         seen = RecordingDrafter(reference.drafter)
         cold = self.scripted(reference, seen)
@@ -65,7 +67,7 @@ class HistoryConformance(Conformance):
         again = self.driver(reference, drafter=cold)
         again.open([0])
         again.round([0], deepest)
-        self.check_values(found, seen.logits(0), f"draft logits of slot {slot}")
+        self.check_values(found, seen.given(0), f"drafts of slot {slot}")
 
     def test_history_grows_in_rounds_without_drafts(
         self, bench: Bench, reference: Bench, plain: list[PlainText], drafts: int
@@ -88,7 +90,8 @@ class HistoryConformance(Conformance):
 
     def test_the_first_draft_reads_the_saved_feedback(self, bench: Bench) -> None:
         """Fault class: wrong feedback row, or none. Changing one lane's saved feedback changes that lane's draft
-        logits from depth 0 on and no other lane's. Where history does not lag, the last row is absorbed in the round before."""
+        logits from depth 0 on and no other lane's. Where history does not lag, the last row is absorbed in the round before. Of a
+        drafter that reads no feedback (``reads_feedback``) it changes nothing."""
         slots, deepest = self.admit_all(bench), bench.recipe.max_draft_tokens
         recorder = RecordingDrafter(bench.drafter)
         script = self.scripted(bench, recorder)
@@ -98,27 +101,32 @@ class HistoryConformance(Conformance):
         driver.round(slots, deepest)
         image, number = bench.image(), driver.number
         driver.round(slots, deepest)
-        before = {slot: recorder.logits(slot) for slot in slots}
-        name = "feedback" if bench.drafter.lag else "feedback_rows"
+        before = {slot: recorder.given(slot) for slot in slots}
         bench.rewind(image if bench.drafter.lag else earlier)
-        read = getattr(bench.target, name)
 
-        def altered(wanted: torch.Tensor, *count: int) -> torch.Tensor:
-            rows = read(wanted, *count)
-            noise = torch.randn(rows.shape[1:], generator=torch.Generator().manual_seed(1)).to(rows)
-            here = (wanted == 1).view(-1, *[1] * (rows.dim() - 1))
-            return torch.where(here, rows + rows.abs().mean() * noise, rows)
+        def altered(name: str) -> AbstractContextManager[Any]:
+            read = getattr(bench.target, name)
+
+            def changed(wanted: torch.Tensor, *count: int) -> torch.Tensor:
+                rows = read(wanted, *count)
+                noise = torch.randn(rows.shape[1:], generator=torch.Generator().manual_seed(1)).to(rows)
+                here = (wanted == 1).view(-1, *[1] * (rows.dim() - 1))
+                return torch.where(here, rows + rows.abs().mean() * noise, rows)
+
+            return replaced(bench.target, name, changed)
 
         again = self.driver(bench, drafter=script)
         again.open(slots)
         again.number = number if bench.drafter.lag else first
-        with replaced(bench.target, name, altered):
+        with altered("feedback"), altered("feedback_rows"):
             again.round(slots, deepest)
-        if not bench.drafter.lag:
-            again.round(slots, deepest)
+            if not bench.drafter.lag:
+                again.round(slots, deepest)
         for slot in slots:
-            changed = (recorder.logits(slot) - before[slot]).abs().amax(-1)
-            if slot == 1:
+            changed = (recorder.given(slot) - before[slot]).abs().amax(-1)
+            if slot == 1 and not self.reads_feedback:
+                assert bool((changed == 0).all()), "feedback reaches drafts, but reads_feedback is False"
+            elif slot == 1:
                 assert bool((changed > 1e-6).all()), f"feedback does not reach every depth: {changed.tolist()}"
             else:
                 assert bool((changed == 0).all()), "one lane's feedback reached another lane's drafts"

@@ -108,7 +108,8 @@ def check_record(
         assert done.pending == last, f"pending is the last emitted token: {done}"
     if draft_lag is not None and done.finish is not Finish.FAULT:
         assert done.draft_rows == max(done.consumed - draft_lag, 0), (
-            f"draft history does not follow consumed tokens: {done}"
+            f"draft history does not follow consumed tokens: the drafter's field rows is {done.draft_rows} at {done.consumed} "
+            f"consumed tokens and should be {max(done.consumed - draft_lag, 0)}; set it in prefill and commit: {done}"
         )
     _check_end(account, done)
     return done

@@ -25,7 +25,7 @@ class PoisonConformance(Conformance):
     ) -> None:
         """Fault classes: scratch aliasing / lifetime; candidates read as history; stale drafts. Everything that is
         not committed becomes NaN between rounds: tokens, states and counts stay, every draft logit of a live lane is
-        finite."""
+        finite, every placed draft a token."""
         slots = self.admit_all(bench)
         recorder = RecordingDrafter(bench.drafter)
         script = self.scripted(bench, recorder)
@@ -42,7 +42,9 @@ class PoisonConformance(Conformance):
                 if not done.finish and self.on_text(driver, done.slot, plain[done.slot]):
                     assert done.accepted == counts[done.slot]
             for slot in running:
-                assert not width or bool(recorder.logits(slot).isfinite().all()), "NaN reached a proposal"
+                found = recorder.given(slot) if width else torch.zeros(0)
+                sound = found.isfinite() if found.is_floating_point() else (found >= 0) & (found < bench.vocab)
+                assert bool(sound.all()), "NaN, or an id that is no token, reached a proposal"
             turn += 1
         self.check_text(driver, slots, plain)
         self.check_all(bench, reference, driver, slots, self.prompts(bench))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from specdec.testing.conformance.base import Conformance
 from specdec.testing.conformance.bench import Bench, altered_verification
@@ -53,7 +54,7 @@ class RandomnessConformance(Conformance):
         """Fault classes: global RNG in the acceptance path; draft draws outside the request's stream; indexing copy
         instead of view. A seeded request alone, in every lane, in any slot, with neighbours and with dead lanes. Where rounds of
         one lane draw otherwise than wider ones, a request alone has a dead neighbour, and one without is compared with itself."""
-        dead: list[int | None] = [] if self.proposals == "filtered" else [None]
+        dead: list[int | None] = [] if self.proposals != "temperature" else [None]
         alone = {request: self._sample(bench, [request, *dead], [0], any_drafts)[request] for request in range(4)}
         assert self._sample(bench, [2, *dead], [0], any_drafts)[2] == alone[2]
         assert self._sample(bench, [2], [3], any_drafts) == self._sample(bench, [2], [0], any_drafts)
@@ -83,14 +84,14 @@ class RandomnessConformance(Conformance):
     def test_every_draw_uses_the_words_of_its_position(self, bench: Bench, reference: Bench, any_drafts: int) -> None:
         """Fault class: RNG advanced by drafts, not by committed tokens. ``check_draws`` in a round of one lane and, where wider
         ones draw otherwise, beside a dead lane."""
-        for lanes in [[0]] if self.proposals == "filtered" else [[0], [bench.spare, 0]]:
+        for lanes in [[0]] if self.proposals != "temperature" else [[0], [bench.spare, 0]]:
             self.check_draws(bench, reference, any_drafts, lanes)
 
     def check_draws(self, bench: Bench, reference: Bench, any_drafts: int, lanes: Sequence[int]) -> None:
         """Fault classes: RNG advanced by drafts, not by committed tokens; draft and target streams not
         separate; verification rows shifted; stored law is not the drawn one. Each draft, accept test, corrected and
         bonus token of a run is recomputed from Philox words at N · (K_max + 2) of its domain and from the round's own rows,
-        which agree with those of prompt passes."""
+        which agree with those of prompt passes. Placed drafts take no words and are judged as point masses."""
         prompt, seed, deepest = self.prompts(bench)[0], 77, bench.recipe.max_draft_tokens
         bench.admit(0, prompt, budget=24, seed=seed, **FEW)
         recorder = RecordingDrafter(bench.drafter)
@@ -110,6 +111,8 @@ class RandomnessConformance(Conformance):
             return uniform(seed, consumed, index, max_draft_tokens=deepest, domain=domain)
 
         def drawn(depth: int, consumed: int, token: int) -> bool:
+            if self.proposals == "placed":
+                return True
             logits = recorder.logits(0)[depth]
             where = {"seed": seed, "consumed": consumed, "depth": depth, "max_draft_tokens": deepest}
             return drafted_by(self.proposals, logits, token, lanes=len(lanes), **where, **FEW)
@@ -124,7 +127,7 @@ class RandomnessConformance(Conformance):
                 record = driver.round([0], any_drafts, lanes=lanes)[0]
             drafted = recorder.tokens(0) if any_drafts else []
             emitted, accepted = list(record.tokens), 0
-            q = draft_law(self.proposals, recorder.logits(0), **FEW) if any_drafts else torch.empty(0)
+            q = self._draft_laws(recorder, bench.vocab, **FEW) if any_drafts else torch.empty(0)
             for depth, token in enumerate(drafted):
                 assert drawn(depth, consumed, token), f"draft {depth} at N = {consumed}"
             close = False
@@ -148,9 +151,22 @@ class RandomnessConformance(Conformance):
                 u = word(consumed, any_drafts + (accepted < any_drafts))
                 assert drawn_by(weights, u, emitted[accepted], slack=1e-4), f"last token at N = {consumed}"
 
+    def _draft_laws(self, recorder: RecordingDrafter, vocab: int, **law: Any) -> Tensor:
+        """What the drafts of slot 0 were drawn from in the last round, float64 [K, V]. Raises AssertionError if drafts are placed
+        and ``proposals`` says otherwise, or the other way round."""
+        logits, placed = recorder.logits(0), self.proposals == "placed"
+        made = "drawn from logits" if logits.numel() else "placed"
+        assert placed != bool(logits.numel()), f"drafts are {made}, but proposals is {self.proposals!r}"
+        return (
+            one_hot(torch.tensor(recorder.tokens(0)), vocab).double()
+            if placed
+            else draft_law(self.proposals, logits, **law)
+        )
+
     def test_the_kept_law_is_the_drawn_one(self, narrow: Bench) -> None:
         """Fault class: dtype mismatch between draw and q. A bfloat16 model: every draft is the draw of its words from the
-        law that was kept for it, and that law is the one of the drafter's own logits."""
+        law that was kept for it, and that law is the one of the drafter's own logits. The law of a placed draft is its point
+        mass."""
         prompt, deepest = self.prompts(narrow)[0], narrow.recipe.max_draft_tokens
         recorder = RecordingDrafter(narrow.drafter)
         for seed in range(5):
@@ -162,6 +178,11 @@ class RandomnessConformance(Conformance):
                 driver.round([0], deepest)
                 assert len(recorder.seen) == deepest
                 for proposal in recorder.seen:
+                    if self.proposals == "placed":
+                        assert not proposal.logits.numel(), "drafts are drawn from logits, but proposals is 'placed'"
+                        mass = one_hot(proposal.tokens[0], narrow.vocab)
+                        assert proposal.law is None or torch.equal(proposal.law[0].long(), mass)
+                        continue
                     where = {"seed": seed, "consumed": consumed, "depth": proposal.depth, "max_draft_tokens": deepest}
                     law = draft_law(self.proposals, proposal.logits[0], temperature=1.5)
                     assert drafted_by(

@@ -3,7 +3,7 @@ else."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from math import gcd
 
 import torch
@@ -84,9 +84,17 @@ def committed(store: StateStore, slot: int, rows: int, ignore: Collection[str] =
 
 
 def assert_same_state(
-    found: dict[str, Tensor], expected: dict[str, Tensor], *, owner: str, precision: Precision
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    *,
+    owner: str,
+    precision: Precision,
+    explain: Callable[[str], str] = lambda name: "",
 ) -> None:
-    """Compares two results of ``committed``. Raises AssertionError naming the field and the greatest difference."""
+    """Compares two results of ``committed``. Raises AssertionError naming the field and the greatest difference.
+
+    explain: what may be the matter with a field that differs, to follow the message.
+    """
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         got = found[name]
@@ -95,10 +103,10 @@ def assert_same_state(
             continue
         if wanted.is_floating_point():
             wrong = precision.differences(got, wanted)
-            assert wrong is None, f"{owner} {name}: {wrong}"
+            assert wrong is None, f"{owner} {name}: {wrong}{explain(name)}"
         else:
             assert torch.equal(got, wanted), (
-                f"{owner} {name}: {got.flatten().tolist()} against {wanted.flatten().tolist()}"
+                f"{owner} {name}: {got.flatten().tolist()} against {wanted.flatten().tolist()}{explain(name)}"
             )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from specdec.round.contract import method_of
 from specdec.testing.conformance.base import Conformance, next_tokens
 from specdec.testing.conformance.bench import Bench
+from specdec.testing.conformance.explanations import prompt_feedback, shift_of, undeclared
 from specdec.testing.conformance.near_ties import PlainText
 from specdec.testing.conformance.states import poison_slot
 
@@ -96,7 +98,8 @@ class TransactionConformance(Conformance):
         self, bench: Bench, reference: Bench, plain: list[PlainText], accepted: int
     ) -> None:
         """Fault class: number of drafted rows not tracked, wrong feedback row after partial accept. Also when a stop
-        id clips what was accepted, so that the last consumed input is an earlier one."""
+        id clips what was accepted, so that the last consumed input is an earlier one. All state after this one round, and the
+        rows that a drafter absorbs: those of the inputs, from the first on."""
         prompts, deepest = self.prompts(bench), bench.recipe.max_draft_tokens
         for right, stopping in ((accepted, False), (deepest, True)):
             slots = self.admit_all(bench)
@@ -111,13 +114,40 @@ class TransactionConformance(Conformance):
                 driver.round(slots, deepest)
             for slot in slots:
                 sequence = self._sequence(prompts, driver, slot)
+                self.check_state(bench, reference, slot, sequence)
+                inputs = [driver.tokens(slot)[0], *script[slot]]
+                self._check_feedback(bench, reference, slot, prompts[slot], inputs, sequence)
                 reference.admit(0, sequence, greedy=True)
-                ours = bench.target.feedback(bench.where(slot))
-                theirs = reference.target.feedback(reference.where(0))
-                self.check_values(ours, theirs, f"feedback of slot {slot}")
                 ours = bench.target.first_logits(bench.where(slot))
                 theirs = reference.target.first_logits(reference.where(0))
                 self.check_values(ours, theirs, f"logits of slot {slot}")
+
+    def _check_feedback(
+        self,
+        bench: Bench,
+        reference: Bench,
+        slot: int,
+        prompt: Sequence[int],
+        inputs: Sequence[int],
+        sequence: Sequence[int],
+    ) -> None:
+        """Saved feedback and absorbed rows of a slot that consumed ``sequence``: its prompt, then one round of ``inputs``."""
+        rows, where = prompt_feedback(reference, [*prompt, *inputs]), bench.where(slot)
+        taken = len(sequence) - len(prompt)
+        checks = [("feedback", bench.target.feedback(where), len(sequence) - 1)]
+        if taken:
+            checks.append(("feedback_rows", bench.target.feedback_rows(where, taken)[0], len(prompt)))
+        for method, found, place in checks:
+            wrong = self.allowed().differences(found, rows[place : place + len(found)])
+            if wrong is not None:
+                by = shift_of(found, rows, place, lambda a, b: self.allowed().differences(a, b) is None)
+                shifted = (
+                    "" if by is None else f": it is that of the input {abs(by)} {'later' if by > 0 else 'earlier'}"
+                )
+                raise AssertionError(
+                    f"{method} of slot {slot} after {taken} of {len(inputs)} inputs: {wrong}{shifted}; look at "
+                    f"{method_of(bench.target, method)}"
+                )
 
     def test_prefixes_around_groups_and_pages(self, bench: Bench, reference: Bench, length: int) -> None:
         """Fault classes: stale ring tags; a group key of rejected members; page addressing at a boundary. Prompts of
@@ -159,6 +189,9 @@ class TransactionConformance(Conformance):
         consumed, done = driver.consumed(source), driver.tokens(source)
         where = bench.where(source)
         taken = bench.target.snapshot(where), bench.drafter.snapshot(where)
+        for owner, store, state in zip((bench.target, bench.drafter), bench.stores, taken, strict=True):
+            missing = [name for name in store.state_after(where, torch.zeros_like(where)) if name not in state]
+            assert not missing, f"{method_of(owner, 'snapshot')} leaves out {', '.join(missing)}; see store.state_after"
         self._restore(bench, source, destination, consumed, taken[0], taken[1])
         self.check_state(bench, reference, destination, [*prompts[source], *done[:-1]])
         bench.enter(destination, prompts[source], budget=self.budget, output=done, request=777, greedy=True)
@@ -169,7 +202,10 @@ class TransactionConformance(Conformance):
             script = {s: next_tokens(plain[source], so_far[s], width, bench.vocab, 2) for s in pair}
             driver.drafter.write(script)  # type: ignore[union-attr]
             first, second = driver.round(pair, width)
-            assert (first.tokens, first.accepted) == (second.tokens, second.accepted)
+            assert (first.tokens, first.accepted) == (second.tokens, second.accepted), (
+                f"the restored request goes on differently: {list(first.tokens)} against {list(second.tokens)}; what it depends "
+                f"on is not in the snapshot{undeclared(bench)}"
+            )
         assert [*done, *driver.tokens(destination)] == driver.tokens(source)
 
     def test_state_at_a_crossed_page_boundary(self, bench: Bench, reference: Bench) -> None:
