@@ -1,7 +1,7 @@
-# make demo · make test · make check · make bench: each sets up .venv by itself; a second run installs nothing.
+# make demo · make test · make check · make docs · make bench: each sets up .venv by itself; a second run installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check docs bench clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -17,6 +17,7 @@ help:
 	@echo "make demo   generate with and without drafts on the small checkpoint and compare"
 	@echo "make test   the ordinary tests (not slow, not gpu)"
 	@echo "make check  format, lint and types"
+	@echo "make docs   the documentation site, into build/site"
 	@echo "make bench  benchmarks"
 	@echo "make clean  remove .venv and caches"
 
@@ -31,6 +32,10 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python tests/benchmarks/run.py

@@ -15,12 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 def run(*command: object, **options: object) -> str:
     """What the command prints; it must succeed. Variables of this process that could change its imports are left out."""
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("SPECDEC_", "PYTHON", "PIP_"))
-    }
     done = subprocess.run(
         [str(part) for part in command],
-        env=environment,
+        env=isolated(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -29,6 +26,11 @@ def run(*command: object, **options: object) -> str:
     )  # type: ignore[call-overload]
     assert done.returncode == 0, f"$ {' '.join(str(part) for part in command)}\n{done.stdout}\n{done.stderr}"
     return str(done.stdout)
+
+
+def isolated() -> dict[str, str]:
+    """The variables of this process but for those that could change a command's imports."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("SPECDEC_", "PYTHON", "PIP_"))}
 
 
 def build_wheels(folder: Path, plugins: Iterable[str]) -> dict[str, Path]:
@@ -53,17 +55,22 @@ def install_wheels(folder: Path, wheels: Iterable[Path]) -> Path:
     """A new environment with ``wheels``; third-party packages are linked from this environment, ours are not."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *wheels)
-    foreign = folder / "third_party"
+    link_third_party(folder)
+    return folder
+
+
+def link_third_party(environment: Path) -> None:
+    """Lets a new environment see the third-party packages of this one."""
+    site = run(environment / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])")
+    foreign = environment / "third_party"
     foreign.mkdir()
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         # packages of ours may be installed here too, with plugins that must not be seen
         if "specdec" not in path.name.lower():
             (foreign / path.name).symlink_to(path)
     # Appended to the path after the new environment's own packages.
-    (site / "third_party.pth").write_text(f"{foreign}\n")
-    return folder
+    (Path(site.strip()) / "third_party.pth").write_text(f"{foreign}\n")
 
 
 def names(wheel: Path) -> set[str]:

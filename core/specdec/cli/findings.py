@@ -68,7 +68,6 @@ EXTRAS = (
         what="figures as Prometheus text",
         packages=(Package(name="prometheus-client", module="prometheus_client", floor="0.21"),),
     ),
-    Extra(name="rich", what="nothing yet", packages=(Package(name="rich", module="rich", floor="13"),)),
     Extra(
         name="chat",
         what="chat templates of checkpoints",
