@@ -359,3 +359,27 @@ def test_help_states_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         "What is not given comes from the checkpoint's generation_config.json",
     ):
         assert words in text
+
+
+def test_an_environment_without_numpy_is_not_complained_about(checkpoint: Path) -> None:
+    """torch warns of it when it is imported; nothing here needs it."""
+    arguments = [
+        "run",
+        RECIPE,
+        "--checkpoint",
+        str(checkpoint),
+        "--prompt",
+        "def f(",
+        "--max-new-tokens",
+        "4",
+        "--json",
+    ]
+    body = f"import sys; sys.modules['numpy'] = None; {{}}; from specdec.cli.main import main; sys.exit(main({arguments!r}))"
+    ours, control = (
+        subprocess.run(
+            [sys.executable, "-c", body.format(first)], capture_output=True, text=True, timeout=120, check=False
+        )
+        for first in ("pass", "import torch; torch.empty(1)")
+    )
+    assert (ours.returncode, ours.stderr) == (0, ""), ours
+    assert "Failed to initialize NumPy" in control.stderr

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Container, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from specdec.cli.completion import complete
 
         return complete(_parser)
+    # torch says so when it is first imported without NumPy, which nothing here uses
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     try:
         # Before anything else: this must work whatever is installed.
         if arguments[:1] in (["--version"], ["-V"]):
