@@ -18,11 +18,13 @@ DOCS = Path(__file__).parent
 if str(DOCS) not in sys.path:
     sys.path.insert(0, str(DOCS))
 
-from doc_pages import commands, figures, messages, metrics, records, reference  # noqa: E402
+from doc_pages import commands, figures, messages, metrics, numbers, records, reference  # noqa: E402
 
 _PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 #: Classes that a plugin declares, in the order in which a reader meets them.
 _DECLARED = ("Recipe", "DrafterRecipe", "WidthCatalog", "SamplingDefaults")
+#: Where ``Engine.load`` passes its arguments on to.
+_PASSED_ON = (("serving/engine", "Engine", "__init__"), ("serving/model", "LoadedModel", "prepare"))
 
 CONTENT: Mapping[str, Callable[[], str]] = {
     # hooks.md
@@ -31,6 +33,13 @@ CONTENT: Mapping[str, Callable[[], str]] = {
     "interfaces": lambda: reference.module_reference("interfaces"),
     "declarations": lambda: reference.module_reference("declaration", _DECLARED, fields=False),
     "layout-records": lambda: reference.module_reference("layout", ("StateField", "StateLayout"), fields=False),
+    "sourced-fields": records.sourced_fields,
+    "tensor-records": lambda: reference.module_reference("tensors", ("TensorGroup", "TensorInventory")),
+    "lanes": lambda: reference.module_reference("state/requests", ("Lanes",)),
+    "store": lambda: reference.module_reference("state/store", ("StateStore",)),
+    "shape": lambda: reference.module_reference("catalog", ("RoundShape",)),
+    "packed-rows": lambda: reference.module_reference("round/allocation", ("PackedRows",)),
+    "checkpoint": lambda: reference.module_reference("checkpoint/reader", ("Checkpoint",)),
     # adding-a-model.md
     "conformance-facts": lambda: reference.class_docstring("testing/conformance/base", "Conformance"),
     # recipes.md
@@ -46,13 +55,22 @@ CONTENT: Mapping[str, Callable[[], str]] = {
     "exit-codes": lambda: reference.class_docstring("errors", "ExitCode"),
     "preparation": lambda: reference.class_docstring("preparation", "PreparationConfig"),
     "engine": lambda: reference.class_docstring("serving/engine", "Engine", "__init__"),
+    "engine-load": lambda: reference.argument_table(
+        "serving/engine", "Engine", "load", *_PASSED_ON, checkpoint="directory"
+    ),
+    "engine-methods": lambda: reference.methods("serving/engine", "Engine", "load", "submit", "generate", "close"),
     "request": lambda: reference.class_docstring("serving/request", "Request"),
+    "request-fields": lambda: reference.field_table("serving/request", "Request"),
+    "sampling-parameters": lambda: reference.class_docstring("sampling/params", "SamplingParams"),
+    "sampling-fields": lambda: reference.field_table("sampling/params", "SamplingParams"),
+    "stream": lambda: reference.module_reference("serving/engine", ("Stream", "Output")),
+    "events": lambda: reference.module_reference("serving/request", ("Progress", "Emission", "TokenLogprobs")),
     "memory-kinds": records.memory_kinds,
     "metrics": metrics.metric_table,
     "snapshot": lambda: reference.class_docstring("serving/metrics", "Metrics", "snapshot"),
     "trace": lambda: reference.module_introduction("control/trace"),
     "messages": messages.message_tables,
-    "numbers": messages.number_table,
+    "numbers": numbers.number_tables,
     # performance.md
     "summary": figures.summary_table,
     "cpu": figures.cpu_tables,

@@ -381,7 +381,8 @@ class DrafterRecipe(_Drafting):
                 f"Recipe {self.name!r}: target must be a recipe with a target of its own, got {target.name!r}"
             )
         own = {one.name: getattr(self, one.name) for one in fields(_Drafting)}
-        stated = {name for name, _ in self.sources}
-        own["sources"] = (*self.sources, *((name, source) for name, source in target.sources if name not in stated))
+        # what the target's recipe says of its own drafts and drafter is not true of these
+        others = {*own, "drafter_inventory"}
+        own["sources"] = (*self.sources, *((name, source) for name, source in target.sources if name not in others))
         own["unsupported_options"] = tuple(dict.fromkeys((*self.unsupported_options, *target.unsupported_options)))
         return evolve(target, target_recipe=target.name, **own)

@@ -82,8 +82,8 @@ def build_target_state(  # type: ignore[empty-body]
     """Loads the target's weights and allocates its per-request state.
 
     When called
-        Once per loaded recipe, at preparation, before :func:`load_drafter`. For a recipe that drafts for another plugin's
-        target, on that plugin, with the completed recipe (``recipe.target_recipe`` then names the plugin's own).
+        Once per loaded recipe, at preparation, before :func:`load_drafter`. Also for a recipe of another plugin that drafts for
+        this plugin's target: ``recipe`` is then this plugin's own, and ``capacities`` are those of the other.
 
     Arguments
         recipe

@@ -12,7 +12,6 @@ Declaration layer: the standard library, attrs and other declaration modules onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
@@ -25,6 +24,7 @@ from specdec.interfaces import Capacities
 from specdec.layout import StateKind, StateLayout
 from specdec.memory import KINDS, MemoryItem, MemoryPlan, ShapeMemory
 from specdec.memory_remedies import remedies
+from specdec.named_functions import call_named
 from specdec.preparation import PreparationConfig
 from specdec.snapshot_sizes import checkpoint_pages, page_bytes, snapshot_bytes
 
@@ -165,18 +165,13 @@ def _declared(
             f"recipe {recipe.name!r} declares no memory, so nothing can be planned; its plugin must name a function in "
             "Recipe.memory"
         )
-    found: ModelMemory = _function(recipe.memory)(settings, checkpoint, capacities, kernels)
+    found = call_named(recipe, "memory", settings, checkpoint, capacities, kernels, returns=ModelMemory)
     if recipe.target_recipe is not None:
         # what was declared beside the target is the drafter of the target's own recipe
         found = evolve(found, drafter_layout=recipe.drafter_layout, drafter=(), draft_constants=0)
     if recipe.drafter_memory is not None:
-        found = _function(recipe.drafter_memory)(found, capacities)
+        found = call_named(recipe, "drafter_memory", found, capacities, returns=ModelMemory)
     return found
-
-
-def _function(where: str) -> Any:
-    module, _, name = where.partition(":")
-    return getattr(import_module(module), name)
 
 
 @frozen(kw_only=True)

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["at", "blamed", "depth", "place", "running"]
+__all__ = ["at", "blamed", "depth", "place", "raised", "running"]
 
 _CORE = f"{Path(__file__).parent}{os.sep}"
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
@@ -81,6 +81,17 @@ def blamed(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_own(frame.filename, False):
             return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def raised(error: BaseException) -> str:
+    """ "file:line in function" of the innermost line of one's own that an error came through, the core's if there is none; empty
+    for an error that was never raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for core in (False, True):
+        for frame in reversed(frames):
+            if _is_own(frame.filename, core):
+                return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""
 
 

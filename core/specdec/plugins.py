@@ -7,9 +7,11 @@ Declaration layer: the standard library, pluggy, attrs and other declaration mod
 """
 
 import contextlib
+import difflib
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pluggy
@@ -107,14 +109,21 @@ def discover(environ: Mapping[str, str] | None = None) -> Discovery:
         if len(rivals) > 1:
             records.append(_record(item, "conflict", _name_clash(item.name, rivals)))
             continue
+        before = "torch" in sys.modules
         outcome = _load(item)
+        if "torch" in sys.modules and not before:
+            notices.append(
+                f"plugin {item.name!r} of {item.distribution} imports torch when it is discovered, and every command then waits "
+                "for it; import torch inside the hooks that need it"
+            )
         if isinstance(outcome, Plugin):
             plugins.append(outcome)
             records.append(outcome.record)
         else:
             records.append(outcome)
     refused = _recipe_clashes(plugins)
-    loaded = _completed([plugin for plugin in plugins if plugin.record.label not in refused], refused)
+    known = [refused.get(record.label, record) for record in records]
+    loaded = _completed([plugin for plugin in plugins if plugin.record.label not in refused], refused, known)
     outcomes = refused | {plugin.record.label: plugin.record for plugin in loaded}
     return Discovery(
         plugins=tuple(outcomes.get(record.label, record) for record in records),
@@ -180,19 +189,24 @@ def _load(item: InstalledPlugin) -> Plugin | PluginRecord:
     return outcome
 
 
-def _completed(plugins: list[Plugin], refused: dict[str, PluginRecord]) -> list[Plugin]:
+def _completed(
+    plugins: list[Plugin], refused: dict[str, PluginRecord], records: Sequence[PluginRecord]
+) -> list[Plugin]:
     """Plugins with their drafters' recipes completed; those that cannot be are added to ``refused``, and what they own is no
-    target of others."""
+    target of others. records: of all plugins."""
     targets = {recipe.name: recipe for plugin in plugins for recipe in plugin.recipes}
-    outcomes = [(plugin, _with_targets(plugin, targets)) for plugin in plugins]
+    outcomes = [(plugin, _with_targets(plugin, targets, records)) for plugin in plugins]
     failed = {plugin.record.label: outcome for plugin, outcome in outcomes if isinstance(outcome, PluginRecord)}
     if failed:
         refused |= failed
-        return _completed([plugin for plugin in plugins if plugin.record.label not in failed], refused)
+        known = [failed.get(record.label, record) for record in records]
+        return _completed([plugin for plugin in plugins if plugin.record.label not in failed], refused, known)
     return [outcome for _, outcome in outcomes if isinstance(outcome, Plugin)]
 
 
-def _with_targets(plugin: Plugin, targets: Mapping[str, Recipe]) -> Plugin | PluginRecord:
+def _with_targets(
+    plugin: Plugin, targets: Mapping[str, Recipe], records: Sequence[PluginRecord]
+) -> Plugin | PluginRecord:
     """The plugin with each of its drafters completed whose target is among ``targets``; the record of a failure otherwise."""
     recipes, waiting = list(plugin.recipes), list[DrafterRecipe]()
     for drafter in plugin.waiting:
@@ -203,16 +217,31 @@ def _with_targets(plugin: Plugin, targets: Mapping[str, Recipe]) -> Plugin | Plu
             recipes.append(drafter.completed(targets[drafter.target]))
         except DeclarationError as error:
             return evolve(plugin.record, status="failed", reason=_reason(error), error=error)
-    reason = "; ".join(missing_target(drafter) for drafter in waiting)
+    reason = "; ".join(missing_target(drafter, records)[0] for drafter in waiting)
     return evolve(plugin, record=evolve(plugin.record, reason=reason), recipes=tuple(recipes), waiting=tuple(waiting))
 
 
-def missing_target(drafter: DrafterRecipe) -> str:
-    """Why a drafter's recipe cannot be used, and what would help."""
-    return (
-        f"recipe {drafter.name!r} drafts for recipe {drafter.target!r}, which no loaded plugin brings; "
-        f"install {drafter.target_distribution}"
-    )
+def _canonical(distribution: str) -> str:
+    """A distribution's name as package indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def missing_target(drafter: DrafterRecipe, records: Iterable[PluginRecord]) -> tuple[str, BaseException | None]:
+    """Why a drafter's recipe cannot be used and what would help, by the record of the plugin that should bring the target; and
+    that record's error, if there is one."""
+    what = f"recipe {drafter.name!r} drafts for recipe {drafter.target!r}, which no loaded plugin brings"
+    wanted = _canonical(drafter.target_distribution)
+    for record in records:
+        if drafter.target not in record.recipes and _canonical(record.distribution) != wanted:
+            continue
+        if record.status == "skipped":
+            return f"{what}: {record.label} is left out; add {record.name} to {SELECTION_VARIABLE}", None
+        if record.status != "loaded":
+            return f"{what}: {record.label} is not loaded: {record.reason}", record.error
+        close = difflib.get_close_matches(drafter.target, record.recipes, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"its recipes: {', '.join(record.recipes)}"
+        return f"{what}: {record.label} has no such recipe with a target of its own; {hint}", None
+    return f"{what}; install {drafter.target_distribution}", None
 
 
 def _declared(results: Iterable[Any], hook: str) -> tuple[Recipe | DrafterRecipe, ...]:
@@ -228,6 +257,10 @@ def _declared(results: Iterable[Any], hook: str) -> tuple[Recipe | DrafterRecipe
             if not isinstance(recipe, Recipe | DrafterRecipe):
                 raise TypeError(
                     f"{hook} must yield Recipe records, got {type(recipe).__name__}; return a list of records: [RECIPE]"
+                )
+            if isinstance(recipe, Recipe) and recipe.target_recipe is not None:
+                raise ValueError(
+                    f"recipe {recipe.name!r} sets target_recipe; declare a DrafterRecipe to draft for another plugin's target"
                 )
             if any(recipe.name == other.name for other in recipes):
                 raise ValueError(f"{hook} yields recipe {recipe.name!r} twice; give each a name of its own")

@@ -14,10 +14,12 @@ from specdec.declaration import Recipe
 from specdec.errors import UsageError
 from specdec.validators import as_tuple
 
-__all__ = ["SAMPLERS", "PreparationConfig"]
+__all__ = ["ACTIVATION_DTYPES", "SAMPLERS", "PreparationConfig"]
 
 #: Who may sample in a preparation's rounds.
 SAMPLERS = ("auto", "reference", "flashinfer")
+#: What activations may be. Not float16: a residual stream leaves its range, and no recipe is tested in it.
+ACTIVATION_DTYPES = ("float32", "float64", "bfloat16")
 
 
 @frozen(kw_only=True)
@@ -156,16 +158,16 @@ class PreparationConfig:
         source = recipe.source_of("max_draft_tokens")
         reason = f"{limit} (source: {source})" if source else limit
         if max_draft_tokens is not None:
-            require_integer("--mtp-draft-tokens", max_draft_tokens, 0, recipe.max_draft_tokens, reason)
+            require_integer("max_draft_tokens", max_draft_tokens, 0, recipe.max_draft_tokens, reason)
         if speculative_widths is not None:
-            widths = checked_widths(tuple(speculative_widths))
+            widths = checked_widths(_numbers("speculative_widths", speculative_widths))
             if widths[-1] > recipe.max_draft_tokens + 1:
                 raise UsageError(
                     f"speculative_widths {listed(widths)}: the widest must be at most {recipe.max_draft_tokens + 1}; {reason}"
                 )
             if max_draft_tokens is not None and max_draft_tokens + 1 != widths[-1]:
                 raise UsageError(
-                    f"--mtp-draft-tokens {max_draft_tokens} needs a widest width of {max_draft_tokens + 1}, "
+                    f"max_draft_tokens {max_draft_tokens} needs a widest width of {max_draft_tokens + 1}, "
                     f"but speculative_widths are {listed(widths)}; give one of the two"
                 )
         else:
@@ -173,11 +175,13 @@ class PreparationConfig:
             widths = tuple(sorted({1, drafts + 1, *(width for width in recipe.widths.widths if width <= drafts + 1)}))
         if not speculative:
             if max_draft_tokens:
-                raise UsageError(f"--mtp-draft-tokens {max_draft_tokens} contradicts --no-mtp; give one of the two")
+                raise UsageError(
+                    f"max_draft_tokens {max_draft_tokens} contradicts speculative=False; give one of the two"
+                )
             widths = (1,)
         if adaptive_verification and fixed_width is not None:
             raise UsageError(
-                f"fixed_width {fixed_width} needs --no-mtp-adaptive-verification, or adaptive verification would ignore it"
+                f"fixed_width {fixed_width} needs adaptive_verification=False, or adaptive verification would ignore it"
             )
         if not adaptive_verification and fixed_width is None:
             fixed_width = widths[-1]
@@ -191,7 +195,7 @@ class PreparationConfig:
             ),
             context=context,
             pages=pages,
-            prefill_tokens=tuple(prefill_tokens),
+            prefill_tokens=_numbers("prefill_tokens", prefill_tokens),
             fixed_width=fixed_width,
             extended_sampling=extended_sampling,
             grammar=grammar,
@@ -258,7 +262,7 @@ class PreparationConfig:
         if max_draft_tokens == 0:
             if self.mtp_only:
                 raise UsageError(
-                    "--mtp-draft-tokens 0 runs ordinary operations, which a preparation with mtp_only does not have; "
+                    "max_draft_tokens 0 runs ordinary operations, which a preparation with mtp_only does not have; "
                     "prepare without mtp_only"
                 )
             widths, speculative = (1,), False
@@ -266,7 +270,7 @@ class PreparationConfig:
             depths = tuple(width - 1 for width in widths if width > 1) if speculative else ()
             if max_draft_tokens not in depths:
                 raise UsageError(
-                    f"--mtp-draft-tokens {max_draft_tokens!r} was not prepared; "
+                    f"max_draft_tokens {max_draft_tokens!r} was not prepared; "
                     f"prepared: {listed((0, *depths))}; prepare it to use it"
                 )
             widths = tuple(width for width in widths if width <= max_draft_tokens + 1)
@@ -280,3 +284,10 @@ class PreparationConfig:
         elif adaptive_verification is False or (policy is not None and policy not in widths):
             policy = widths[-1]
         return evolve(self, concurrency=lanes, speculative=speculative, speculative_widths=widths, fixed_width=policy)
+
+
+def _numbers(option: str, given: object) -> tuple[int, ...]:
+    """Several numbers as a caller gives them; their values are checked elsewhere."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{option} is {given!r}; give a sequence of integers")
+    return tuple(given)

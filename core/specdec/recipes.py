@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from attrs import Factory, field, frozen
+from attrs import field, frozen
 
 from specdec.declaration import Recipe
 from specdec.entry_points import CORE_DISTRIBUTION
@@ -36,7 +36,7 @@ DEFAULT_ROUND_MODULE = "specdec.round.default"
 @frozen(kw_only=True, eq=False)
 class RecipeHooks:
     """The three preparation hooks of the plugin that owns ``recipe``; no other plugin is called, but for the target of a recipe
-    that drafts for another plugin's (``target_plugin``).
+    that drafts for another plugin's: ``target`` holds that plugin's hooks for its own recipe.
 
     Each method raises PluginError if the plugin does not implement the hook, the hook fails with an error of its own, or what it
     returns is not what :mod:`specdec.interfaces` says; errors of the SpecdecError family pass unchanged.
@@ -44,26 +44,27 @@ class RecipeHooks:
 
     recipe: Recipe
     plugin: Plugin = field(repr=False)
-    target_plugin: Plugin = field(default=Factory(lambda self: self.plugin, takes_self=True), repr=False)
+    target: RecipeHooks | None = field(default=None, repr=False)
 
     def build_target_state(self, *, checkpoint: Checkpoint, capacities: Capacities, device: torch.device) -> Target:
         """Target weights and state; see :func:`specdec.hookspecs.build_target_state`."""
-        return self._call(
-            self.target_plugin, "build_target_state", checkpoint=checkpoint, capacities=capacities, device=device
-        )
+        if self.target is not None:
+            return self.target.build_target_state(checkpoint=checkpoint, capacities=capacities, device=device)
+        return self._call("build_target_state", checkpoint=checkpoint, capacities=capacities, device=device)
 
     def load_drafter(self, *, checkpoint: Checkpoint, target: Target, capacities: Capacities) -> Drafter:
         """Drafter weights and state; see :func:`specdec.hookspecs.load_drafter`."""
-        return self._call(self.plugin, "load_drafter", checkpoint=checkpoint, target=target, capacities=capacities)
+        return self._call("load_drafter", checkpoint=checkpoint, target=target, capacities=capacities)
 
     def capture_round(self, *, target: Target, drafter: Drafter | None, shape: RoundShape, arena: Any) -> Round:
         """The round of one shape, the plugin's own or the core's; see :func:`specdec.hookspecs.capture_round`."""
         manager = self.plugin.manager
         if manager.get_plugin(CORE_DISTRIBUTION) is None:
             manager.register(import_module(DEFAULT_ROUND_MODULE), name=CORE_DISTRIBUTION)
-        return self._call(self.plugin, "capture_round", target=target, drafter=drafter, shape=shape, arena=arena)
+        return self._call("capture_round", target=target, drafter=drafter, shape=shape, arena=arena)
 
-    def _call(self, plugin: Plugin, hook: str, **arguments: Any) -> Any:
+    def _call(self, hook: str, **arguments: Any) -> Any:
+        plugin = self.plugin
         caller = getattr(plugin.manager.hook, hook)
         written = [one.function for one in caller.get_hookimpls() if one.plugin_name != CORE_DISTRIBUTION]
         label, name = plugin.record.label, self.recipe.name
@@ -122,7 +123,7 @@ class RecipeBook:
             raise self._refusal(record.name)
         if record.target_recipe is None:
             return RecipeHooks(recipe=record, plugin=owner)
-        return RecipeHooks(recipe=record, plugin=owner, target_plugin=self.hooks_for(record.target_recipe).plugin)
+        return RecipeHooks(recipe=record, plugin=owner, target=self.hooks_for(record.target_recipe))
 
     def _refusal(self, name: str) -> SpecdecError:
         troubled = self.discovery.troubled
@@ -136,10 +137,10 @@ class RecipeBook:
         for plugin in self.discovery.loaded:
             for drafter in plugin.waiting:
                 if drafter.name == name:
-                    # what is wrong with the plugin that should bring the target is the better answer, where there is one
-                    if any(drafter.target in record.recipes for record in troubled):
-                        return self._refusal(drafter.target)
-                    return PluginError(f"plugin {plugin.record.label}: {missing_target(drafter)}")
+                    reason, cause = missing_target(drafter, self.discovery.plugins)
+                    error = PluginError(f"plugin {plugin.record.label}: {reason}")
+                    error.__cause__ = cause
+                    return error
         close = difflib.get_close_matches(name, self.names, n=3)
         # A plugin that failed before it declared anything may be the one that owns the name.
         suspects = [record for record in troubled if not record.recipes]

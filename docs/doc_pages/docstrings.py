@@ -17,6 +17,9 @@ _SECTIONS = ("Raises:", "Args:", "Arguments:", "Returns:")
 #: What a term may be: a word or two, names in backticks, names with commas between.
 _TERM = re.compile(r"(?:``[^`]+``|[\w…-]+)(?:, (?:``[^`]+``|[\w…-]+))*$|[A-Z][\w ]{0,30}$")
 
+#: Where a docstring turns from its arguments to what is done with them.
+_BEHAVIOUR = re.compile(r"(?<=\.) (?=(?:Returns|Raises|Changes|Writes|Allocates) )")
+
 
 def markdown(docstring: str | None, names: Collection[str] = ()) -> str:
     """A docstring without its indentation, as Markdown; empty for none.
@@ -24,7 +27,7 @@ def markdown(docstring: str | None, names: Collection[str] = ()) -> str:
     names: of arguments or fields; a paragraph ``name: what it is. other: what it is.`` becomes a list of them.
     """
     blocks = _blocks((docstring or "").splitlines())
-    return "\n\n".join(_itemised(block, names) if names else block for block in blocks)
+    return "\n\n".join(_joined([_itemised(block, names) for block in blocks]) if names else blocks)
 
 
 def inline(text: str) -> str:
@@ -57,17 +60,35 @@ def code(text: str) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
+def explanations(docstring: str | None, names: Collection[str]) -> dict[str, str]:
+    """What a docstring says of each name that it explains, as Markdown; not where it only sends its reader elsewhere."""
+    found: dict[str, str] = {}
+    for block in _blocks((docstring or "").splitlines()):
+        for several, text in _items(block, names):
+            for name in several.split(", ") if not text.startswith("see ") else ():
+                found.setdefault(name, _BEHAVIOUR.split(text, maxsplit=1)[0].removesuffix(";"))
+    return found
+
+
+def _start(names: Collection[str]) -> re.Pattern[str]:
+    """Where a paragraph begins to explain some of the names."""
+    named = "|".join(map(re.escape, names))
+    return re.compile(rf"(?:^|(?<=[.;] ))((?:{named})(?:, (?:{named}))*): ")
+
+
+def _items(block: str, names: Collection[str]) -> list[tuple[str, str]]:
+    found = list(_start(names).finditer(block))
+    ends = [*(one.start() for one in found[1:]), len(block)]
+    return [(one[1], block[one.end() : end].strip()) for one, end in zip(found, ends, strict=bool(found))]
+
+
 def _itemised(block: str, names: Collection[str]) -> str:
     """A paragraph that explains names one after the other as a list; any other block as it is."""
-    named = "|".join(map(re.escape, names))
-    start = re.compile(rf"(?:^|(?<=[.;] ))((?:{named})(?:, (?:{named}))*): ")
-    if not start.match(block):
+    if not _start(names).match(block):
         return block
-    found = list(start.finditer(block))
-    ends = [*(one.start() for one in found[1:]), len(block)]
-    items = [(one[1], block[one.end() : end].strip()) for one, end in zip(found, ends, strict=True)]
+    items = _items(block, names)
     # what a function does with them is no part of the last one
-    last, *after = re.split(r"(?<=\.) (?=Returns |Raises |Changes |Writes )", items[-1][1], maxsplit=1)
+    last, *after = _BEHAVIOUR.split(items[-1][1], maxsplit=1)
     items[-1] = items[-1][0], last
     listed = "\n".join(f"- {_names(name)}: {text.removesuffix(';')}" for name, text in items)
     return "\n\n".join([listed, *after])

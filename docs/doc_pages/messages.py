@@ -1,7 +1,7 @@
 """Every error message that the core raises on purpose, read from its source: class, template, and what to do about it.
 
 A message is the text given to an error of the ``SpecdecError`` family wherever one is made, and the reasons that
-``specdec plugins`` shows. Expressions in it are shortened to a name in braces.
+``specdec plugins`` shows. ``expressions`` says how what differs is shown.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from attrs import frozen
 
 from doc_pages.docstrings import code, inline, table
+from doc_pages.expressions import constants_of, helpers_of, name_of, own_nodes, template, texts_of
 from specdec import errors
 from specdec.errors import ExitCode, SpecdecError
 
@@ -69,7 +71,8 @@ class Message:
 def messages() -> list[Message]:
     """All messages, by exit code, class and module, in the order of the source."""
     family = _family()
-    found = [message for path in sorted(CORE.rglob("*.py")) for message in _of_module(path, family)]
+    constants = constants_of(CORE)
+    found = [message for path in sorted(CORE.rglob("*.py")) for message in _of_module(path, family, constants)]
     unique = {(one.error, one.module, one.text): one for one in reversed(found)}
     return sorted(unique.values(), key=lambda one: (one.exit_code, one.error, one.module, one.line))
 
@@ -96,37 +99,13 @@ def message_tables() -> str:
     return "\n\n".join(parts)
 
 
-def number_table() -> str:
-    """What ``require_integer`` checks: option, range and reason of every call with a name of its own."""
-    rows = {}
-    for path in sorted(CORE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and _name(node.func) == "require_integer" and len(node.args) == 5:
-                option, _, least, most, why = node.args
-                if isinstance(option, ast.Constant):
-                    span = (
-                        f"{_shown(least)} or more" if _shown(most) == "None" else f"{_shown(least)} to {_shown(most)}"
-                    )
-                    rows[str(option.value)] = [
-                        code(str(option.value)),
-                        _marked(span),
-                        _marked(_template(why, {}) or "–"),
-                    ]
-    return table([["option", "allowed", "why"], *(rows[name] for name in sorted(rows))])
-
-
-def _marked(text: str) -> str:
-    """Text with its names in braces as code."""
-    return re.sub(r"(\{[^{}]*\})", r"`\1`", inline(text))
-
-
 # --- reading the source ---------------------------------------------------------------------------------------------------
 
 
 def _family() -> set[str]:
     """Names of all classes of the core that derive from ``SpecdecError``."""
     bases = {
-        node.name: {_name(base) for base in node.bases}
+        node.name: {name_of(base) for base in node.bases}
         for path in CORE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
@@ -137,19 +116,20 @@ def _family() -> set[str]:
     return family
 
 
-def _of_module(path: Path, family: set[str]) -> Iterator[Message]:
+def _of_module(path: Path, family: set[str], constants: Mapping[str, str]) -> Iterator[Message]:
     module = path.relative_to(CORE).with_suffix("").as_posix()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     writers = _WRITERS.get(module, {})
-    outside = _texts(tree)
+    outside = {**constants, **texts_of(tree, constants)}
+    outside |= helpers_of(tree, outside)
     for function in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
-        names = outside | _texts(function)
+        names = outside | texts_of(function, outside)
         given = _error_argument(function)
-        for node in _own(function):
-            error = _name(node.func) if isinstance(node, ast.Call) else ""
+        for node in own_nodes(function):
+            error = name_of(node.func) if isinstance(node, ast.Call) else ""
             error = given.get(error, error)
             if isinstance(node, ast.Call) and error in family and node.args:
-                text = _template(node.args[0], names)
+                text = template(node.args[0], names)
                 if text and re.search("[a-z]{2} ", text):
                     yield _message(error, module, node.lineno, text)
         if isinstance(function, ast.FunctionDef) and function.name in writers:
@@ -157,33 +137,27 @@ def _of_module(path: Path, family: set[str]) -> Iterator[Message]:
                 yield _message(writers[function.name], module, line, text)
 
 
-def _own(function: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a function, those of functions inside it left out."""
-    for child in ast.iter_child_nodes(function):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child
-            yield from _own(child)
-
-
 def _written(function: ast.FunctionDef, names: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Texts that a writer returns, names ``reason`` or raises."""
-    for node in _own(function):
+    for node in own_nodes(function):
         values: list[ast.expr | None] = []
         if isinstance(node, ast.Return):
             values = [node.value]
         elif (
-            isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc.func) != "AssertionError"
+            isinstance(node, ast.Raise)
+            and isinstance(node.exc, ast.Call)
+            and name_of(node.exc.func) != "AssertionError"
         ):
             values = list(node.exc.args)
         elif isinstance(node, ast.keyword) and node.arg in ("reason", "error"):
             values = [node.value]
-        elif isinstance(node, ast.Call) and _name(node.func) == "_record":
+        elif isinstance(node, ast.Call) and name_of(node.func) == "_record":
             values = list(node.args[2:3])
-        elif isinstance(node, ast.Assign) and _name(node.targets[0]) in ("reason", "text"):
+        elif isinstance(node, ast.Assign) and name_of(node.targets[0]) in ("reason", "text"):
             values = [node.value]
         for value in values:
             if isinstance(value, ast.Constant | ast.JoinedStr):
-                text = _template(value, names)
+                text = template(value, names)
                 if text and " " in text:
                     yield value.lineno, text
 
@@ -197,84 +171,14 @@ def _error_argument(function: ast.AST) -> dict[str, str]:
     named = [
         argument.arg for argument in every if argument.annotation and "type[Spec" in ast.unparse(argument.annotation)
     ]
-    return dict(zip(named, (_name(value) for value in reversed(defaults)), strict=False))
-
-
-def _texts(function: ast.AST) -> dict[str, str]:
-    """Names of a function, or of a module's top, that hold a text, the first one given to each."""
-    found: dict[str, str] = {}
-    for node in function.body if isinstance(function, ast.Module) else _own(function):
-        if not isinstance(node, ast.Assign):
-            continue
-        if isinstance(node.value, ast.IfExp):
-            ways = [_template(way, found) for way in (node.value.body, node.value.orelse)]
-            text: str | None = " | ".join(way for way in ways if way)
-        else:
-            text = _template(node.value, found)
-        if text and " " in text and isinstance(node.targets[0], ast.Name):
-            found.setdefault(node.targets[0].id, text)
-    return found
-
-
-def _template(node: ast.expr, names: Mapping[str, str]) -> str | None:
-    """A message with its expressions in braces; None if it is not written out where it is used."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if not isinstance(node, ast.JoinedStr):
-        return None
-    parts = []
-    for value in node.values:
-        if isinstance(value, ast.Constant):
-            parts.append(str(value.value))
-        elif isinstance(value, ast.FormattedValue):
-            held = names.get(value.value.id) if isinstance(value.value, ast.Name) else None
-            parts.append(held or _shown(value.value))
-    return "".join(parts)
-
-
-def _shown(node: ast.expr) -> str:
-    """An expression as a reader of messages takes it: a number as it is, anything else as one word in braces."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    word = _word(node)
-    return word if word in ("--mtp-draft-tokens",) else "{" + word + "}"
-
-
-def _word(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id.strip("_").lower()
-    if isinstance(node, ast.Attribute):
-        return {"strerror": "reason", "name": f"{_word(node.value)} name"}.get(node.attr, node.attr.strip("_").lower())
-    if isinstance(node, ast.Call):
-        name = _name(node.func)
-        if name == "len" and node.args:
-            return f"number of {_word(node.args[0])}"
-        inner = [*node.args, *(node.func.value for _ in [0] if isinstance(node.func, ast.Attribute))]
-        inner = [one for one in inner if not isinstance(one, ast.Constant)]
-        return _word(inner[0]) if inner else name.strip("_")
-    if isinstance(node, ast.BoolOp):
-        return _word(node.values[0])
-    if isinstance(node, ast.Subscript | ast.Starred | ast.Await):
-        return _word(node.value)
-    if isinstance(node, ast.IfExp):
-        return _word(node.test) if isinstance(node.body, ast.Constant) else _word(node.body)
-    if isinstance(node, ast.BinOp):
-        return f"{_word(node.left)} {_SIGNS.get(type(node.op), '·')} {_word(node.right)}"
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.GeneratorExp | ast.ListComp | ast.SetComp):
-        return _word(node.generators[0].iter)
-    return "values"
-
-
-_SIGNS: Mapping[type, str] = {ast.Add: "+", ast.Sub: "−", ast.Mult: "×", ast.Div: "/"}
+    return dict(zip(named, (name_of(value) for value in reversed(defaults)), strict=False))
 
 
 def _message(error: str, module: str, line: int, text: str) -> Message:
     text = " ".join(text.split())
     wrong, parted, cure = text.partition("; ")
+    if wrong.endswith("["):  # all that may be missing is the cure
+        wrong, cure = wrong[:-1], f"[{cure}"
     if not parted:
         turn = _TURN.search(text)
         at = turn.start() if turn and turn.start() > 3 else len(text)
@@ -283,13 +187,21 @@ def _message(error: str, module: str, line: int, text: str) -> Message:
 
 
 def _class(name: str) -> type[SpecdecError]:
-    found = getattr(errors, name, SpecdecError)
-    return found if isinstance(found, type) and issubclass(found, SpecdecError) else SpecdecError
+    """The class of that name, or the one it derives from if a module of its own has it."""
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, SpecdecError):
+        return found
+    bases = [name_of(base) for base in _defined()[name].bases] if name in _defined() else []
+    return _class(bases[0]) if bases else SpecdecError
 
 
 def _summary(error: str) -> str:
-    return (_class(error).__doc__ or "").strip().partition("\n")[0]
+    """The first paragraph of a class's own docstring."""
+    return " ".join((ast.get_docstring(_defined()[error]) or "").partition("\n\n")[0].split())
 
 
-def _name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+@cache
+def _defined() -> dict[str, ast.ClassDef]:
+    """Classes of the core by name."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(CORE.rglob("*.py"))]
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from attrs import NOTHING, fields
+
 from doc_pages.docstrings import code, inline, table
 from specdec.cli.main import main
-from specdec.declaration import Recipe, StateField, StateKind, StateLayout
+from specdec.declaration import SOURCED_FIELDS, DrafterRecipe, Recipe, StateField, StateKind, StateLayout
 from specdec.memory import KINDS
 from specdec.recipes import recipe_book
 
@@ -92,6 +94,16 @@ def kinds_in_use() -> str:
             ]
             cells.append(", ".join(names) or "–")
         rows.append([code(kind.value), *cells])
+    return table(rows)
+
+
+def sourced_fields() -> str:
+    """Which fields of a recipe must name the source of their number, with their defaults."""
+    rows = [["field", "default", "of a `DrafterRecipe` too"]]
+    own = {one.name for one in fields(DrafterRecipe)}
+    for name in SOURCED_FIELDS:
+        default = getattr(fields(Recipe), name).default
+        rows.append([code(name), "none" if default is NOTHING else f"{default}", "yes" if name in own else "no"])
     return table(rows)
 
 

@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from doc_pages.docstrings import code, inline, markdown, table
+from doc_pages.docstrings import code, explanations, inline, markdown, table
 
 CORE = Path(__file__).parents[2] / "core" / "specdec"
 
@@ -32,11 +33,49 @@ def module_introduction(name: str) -> str:
 
 def class_docstring(name: str, cls: str, method: str = "") -> str:
     """The docstring of a class of a module, or of one of its methods, as Markdown."""
-    node: ast.ClassDef | ast.FunctionDef
-    node = owner = next(n for n in _tree(CORE / f"{name}.py").body if isinstance(n, ast.ClassDef) and n.name == cls)
-    if method:
-        node = next(n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == method)
+    node = _found(name, cls, method)
     return markdown(ast.get_docstring(node), _explained(node))
+
+
+def field_table(name: str, cls: str) -> str:
+    """Fields of a class of a module: type with what a string below a field says, default."""
+    return table([["field", "type", "default"], *_fields(_found(name, cls))])
+
+
+def methods(name: str, cls: str, *chosen: str) -> str:
+    """Methods of a class of a module, one heading of level 4 for each."""
+    return "\n\n".join(_method(cls, _found(name, cls, method)) for method in chosen)
+
+
+def argument_table(name: str, cls: str, method: str, *elsewhere: tuple[str, str, str], **spelled: str) -> str:
+    """Arguments of a method with type, default and what its docstring says of them, or else those of other methods, (module,
+    class, method), to which it passes them on. spelled: what such a method calls an argument, where it has another name."""
+    node = _found(name, cls, method)
+    given = node.args.args[1:] + node.args.kwonlyargs
+    defaults = [None] * (len(node.args.args) - 1 - len(node.args.defaults)) + node.args.defaults + node.args.kw_defaults
+    rest = [node.args.kwarg] if node.args.kwarg else []
+    known: dict[str, str] = {}
+    for place in ((name, cls, method), *elsewhere):
+        text = ast.get_docstring(_found(*place))
+        names = [*_explained(_found(*place)), *(argument.arg for argument in rest)]
+        known = {**explanations(text, names), **known}
+    rows = [["argument", "type", "default", "what it is"]]
+    for argument, default in zip([*given, *rest], [*defaults, *(None for _ in rest)], strict=True):
+        shown = ("**" if argument in rest else "") + argument.arg
+        kind = code(ast.unparse(argument.annotation)) if argument.annotation else "–"
+        said = known.get(spelled.get(argument.arg, argument.arg), "–")
+        rows.append([code(shown), kind, code(ast.unparse(default)) if default else "–", said.removesuffix(".")])
+    return table(rows)
+
+
+def _found(name: str, cls: str, method: str = "") -> Any:
+    """The class of a module, or one of its methods. Raises LookupError if it is not there."""
+    found: list[Any] = [node for node in _tree(CORE / f"{name}.py").body if getattr(node, "name", "") == cls]
+    if method:
+        found = [node for owner in found for node in owner.body if getattr(node, "name", "") == method]
+    if not found:
+        raise LookupError(f"{name}.py has no {cls}{'.' * bool(method)}{method}")
+    return found[0]
 
 
 def _tree(path: Path) -> ast.Module:
@@ -47,18 +86,19 @@ def _entry(node: ast.ClassDef | ast.FunctionDef, with_fields: bool) -> str:
     if isinstance(node, ast.FunctionDef):
         return f"### {node.name}\n\n{_signature(node)}\n\n{markdown(ast.get_docstring(node), _explained(node))}"
     parts = [f"### {node.name}", markdown(ast.get_docstring(node), _explained(node))]
+    parts += [_signature(made) for made in node.body if isinstance(made, ast.FunctionDef) and made.name == "__init__"]
     fields = list(_fields(node)) if with_fields else []
     if fields:
         parts.append(table([["field", "type", "default"], *fields]))
-    for method in node.body:
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and ast.get_docstring(method):
-            if _validates(method):
-                continue
-            shown = "" if _is_property(method) else _signature(method) + "\n\n"
-            kind = " (property)" if _is_property(method) else ""
-            text = markdown(ast.get_docstring(method), _explained(method))
-            parts.append(f"#### {node.name}.{method.name}{kind}\n\n{shown}{text}")
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")]
+    parts += [_method(node.name, one) for one in methods if ast.get_docstring(one) and not _validates(one)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _method(cls: str, method: ast.FunctionDef) -> str:
+    shown = "" if _is_property(method) else _signature(method) + "\n\n"
+    kind = " (property)" if _is_property(method) else ""
+    return f"#### {cls}.{method.name}{kind}\n\n{shown}{markdown(ast.get_docstring(method), _explained(method))}"
 
 
 def _explained(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
@@ -66,7 +106,11 @@ def _explained(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
     if isinstance(node, ast.ClassDef):
         inside = [item for item in node.body if isinstance(item, ast.AnnAssign)]
         names = [item.target.id for item in inside if isinstance(item.target, ast.Name)]
-        return names + [item.name for item in node.body if isinstance(item, ast.FunctionDef) and _is_property(item)]
+        names += [item.name for item in node.body if isinstance(item, ast.FunctionDef) and _is_property(item)]
+        made = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+        # what is set in there, public or not: a docstring explains public ones
+        given = [item for one in made for item in ast.walk(one) if isinstance(item, ast.Attribute)]
+        return [*names, *(item.attr for item in given if isinstance(item.ctx, ast.Store))]
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     return [argument.arg for argument in every if argument.arg != "self"]
 
@@ -74,7 +118,11 @@ def _explained(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
 def _fields(node: ast.ClassDef) -> Iterator[list[str]]:
     """Annotated names of a class body: name, type, default; a string below one explains it."""
     for at, item in enumerate(node.body):
-        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+        if (
+            not isinstance(item, ast.AnnAssign)
+            or not isinstance(item.target, ast.Name)
+            or item.target.id.startswith("_")
+        ):
             continue
         following = node.body[at + 1] if at + 1 < len(node.body) else None
         said = ""
@@ -103,7 +151,8 @@ def _signature(node: ast.FunctionDef) -> str:
     line = f"def {node.name}({', '.join(arguments)}){returns}"
     if len(line) > 100:
         line = f"def {node.name}(\n    " + ",\n    ".join(arguments) + f",\n){returns}"
-    return f"```python\n{line}\n```"
+    made = "".join(f"@{ast.unparse(one)}\n" for one in node.decorator_list if ast.unparse(one) == "classmethod")
+    return f"```python\n{made}{line}\n```"
 
 
 def _split(arguments: str) -> list[str]:

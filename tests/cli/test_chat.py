@@ -233,6 +233,13 @@ def test_metrics_and_trace_are_of_the_whole_chat(chat: Any, plain: Path, tmp_pat
     assert trace.read_text(encoding="utf-8").count("\n") > 4
 
 
+def test_metrics_are_written_however_a_chat_ends(chat: Any, plain: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.json"
+    outcome = chat(plain, b"a\n\xff\n", "--metrics", metrics, *GREEDY)
+    assert (outcome.code, outcome.stderr.splitlines()[0].split()[0]) == (2, "tokens"), outcome
+    assert json.loads(metrics.read_text(encoding="utf-8"))["requests"]["finished"]["length"] == 1
+
+
 def test_grammar_holds_for_every_answer(chat: Any, templated: Path) -> None:
     found = lines(chat(templated, "a\nb", "--json", "--regex", "(yes|no)"))
     assert all(turn["text"] in ("yes", "no") for turn in found)

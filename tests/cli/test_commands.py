@@ -16,6 +16,12 @@ from specdec.cli.tables import columns
 from specdec.errors import CapacityError
 
 
+def test_the_package_is_the_command(site: Any) -> None:
+    assert site.python("-m", "specdec", "--version").stdout == f"specdec {__version__}\n"
+    wrong = site.python("-m", "specdec", "rnu")
+    assert (wrong.code, wrong.stderr) == (2, "specdec: error: unknown command 'rnu'; did you mean run?\n")
+
+
 def test_version(site: Any) -> None:
     for option in ("--version", "-V"):
         result = site.specdec(option)
@@ -92,6 +98,11 @@ def test_nothing_installed(site: Any) -> None:
         (("recipes", "a", "b"), "unknown argument 'b'; see 'specdec recipes --help'"),
         (("--colour",), "unrecognized arguments: --colour"),
         (("plugins", "--js"), "unknown argument '--js'"),
+        (("completion", "tcsh"), "SHELL is 'tcsh'; allowed: bash, zsh, fish"),
+        (("run",), "RECIPE is missing; see 'specdec run --help'"),
+        (("run", "x", "--mtp-draft-tokens", "abc"), "--mtp-draft-tokens is 'abc'; give a whole number"),
+        (("run", "x", "--mtp-draft-tokens"), "--mtp-draft-tokens has no value; give one"),
+        (("run", "x", "--no-mtp=1"), "--no-mtp takes no value, but has '1'; drop the value"),
     ],
 )
 def test_usage_errors(site: Any, one_line: Callable[[Any], str], arguments: tuple[str, ...], words: str) -> None:
@@ -121,7 +132,12 @@ def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
     [
         (CapacityError("too big\nby far"), 5, "specdec: error: too big / by far\n"),
         (KeyboardInterrupt(), 130, "specdec: interrupted\n"),
-        (KeyError("x"), 1, "specdec: internal error: KeyError: 'x' (set SPECDEC_TRACEBACK=1 to see where)\n"),
+        (
+            KeyError("x"),
+            1,
+            f"specdec: internal error: KeyError: 'x' ({__file__}:{raising.__code__.co_firstlineno + 2} in run); "
+            "set SPECDEC_TRACEBACK=1 to see the way there\n",
+        ),
     ],
 )
 def test_errors_are_one_line_and_a_code(

@@ -73,7 +73,10 @@ def test_data(demo: Demo) -> None:
         (["--draft-counts", "1,x"], "--draft-counts is '1,x'; give whole numbers"),
         (["--draft-counts", ""], "--draft-counts is ''; give whole numbers"),
         (["--draft-counts", "1,,2"], "give whole numbers"),
-        (["--draft-counts", "-1,2"], "expected one argument"),  # to the parser this is an option
+        (
+            ["--draft-counts", "-1,2"],
+            "--draft-counts has no value; give one, as --draft-counts=VALUE",
+        ),  # to the parser this is an option
         (["--draft-counts=-1,2"], "--draft-counts is '-1,2'; allowed: numbers from 0 to 7"),
         (["--draft-counts", "1,8"], "the most that recipe 'qwen3.8-flash' drafts (source: gated delta net"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),

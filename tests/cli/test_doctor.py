@@ -196,6 +196,9 @@ def test_recipes_that_fail_in_every_way(site: Any) -> None:
     assert "no_such_package" in reasons["nowhere"] and "no_such_folder" in reasons["folder"]
     assert "model_type is 'qwen4_exp'" in reasons["foreign"]
     assert all(one["own"]["bytes"] is None for one in found["recipes"] if one["name"] in ("no-memory", "exits"))
+    own = {one["name"]: one["own"] for one in found["recipes"]}
+    assert "memory hostile_plugin:no_such_function failed with AttributeError" in own["no-memory"]["reason"]
+    assert own["no-memory"]["runs_on"] == []
     assert site.specdec("doctor").code == 0
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import pytest
 from attrs import define
@@ -225,11 +226,17 @@ def test_it_goes_with_whatever_ends_the_text(terminal: Callable[..., Screen]) ->
 # --- the command on a terminal ---------------------------------------------------------------------------------------
 
 
-def start(checkpoint: Path, *terminal: str, options: tuple[str, ...] = (), **variables: str) -> Session:
+def start(
+    checkpoint: Path,
+    *terminal: str,
+    options: tuple[str, ...] = (),
+    files: dict[str, IO[bytes]] | None = None,
+    **variables: str,
+) -> Session:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")}
     command = ("-m", "specdec.cli.main", "run", RECIPE, "--checkpoint", str(checkpoint), "--prompt", PROMPT)
     arguments = (*command, "--max-new-tokens", "60", "--greedy", "--seed", "1", *options)
-    return Session.start(arguments, terminal=terminal, environment={**environment, **variables})
+    return Session.start(arguments, terminal=terminal, environment={**environment, **variables}, files=files)
 
 
 def wrapped(text: str) -> list[str]:
@@ -238,14 +245,16 @@ def wrapped(text: str) -> list[str]:
     return screen.text()
 
 
-def test_on_a_terminal_and_nowhere_else(checkpoint: Path) -> None:
-    piped, both, apart, other = (
-        start(checkpoint),
-        start(checkpoint, "stdout", "stderr"),
-        start(checkpoint, "stderr"),
-        start(checkpoint, "stdout"),
-    )
-    assert [one.finish() for one in (piped, both, apart, other)] == [0] * 4
+def test_on_a_terminal_and_nowhere_else(checkpoint: Path, tmp_path: Path) -> None:
+    with (tmp_path / "text").open("wb") as file:
+        piped, both, apart, passed, other = (
+            start(checkpoint),
+            start(checkpoint, "stdout", "stderr"),
+            start(checkpoint, "stderr", files={"stdout": file}),
+            start(checkpoint, "stderr"),
+            start(checkpoint, "stdout"),
+        )
+        assert [one.finish() for one in (piped, both, apart, passed, other)] == [0] * 5
     text, summary = (piped.piped[name].decode() for name in ("stdout", "stderr"))
     assert not LINE.search(summary) and "\x1b" not in summary and summary.count("\n") == 6
     # text and line on one terminal
@@ -257,8 +266,11 @@ def test_on_a_terminal_and_nowhere_else(checkpoint: Path) -> None:
     assert [line.split("  ")[0] for line in shown[len(wrapped(text)) :]] == [
         line.split("  ")[0] for line in summary.splitlines()
     ]
-    # text elsewhere
-    assert apart.piped["stdout"].decode() == text
+    # text to another command, which may show it on this terminal
+    assert passed.piped["stdout"].decode() == text
+    assert not LINE.search(passed.shown)
+    # text in a file
+    assert (tmp_path / "text").read_text(encoding="utf-8") == text
     assert LINE.search(apart.shown)
     screen = Screen()
     screen.feed(apart.shown)

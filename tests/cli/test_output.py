@@ -16,7 +16,7 @@ import specdec_qwen38
 from specdec.cli import output
 from specdec.cli.main import main
 from specdec.cli.output import OutputError, clear_progress, progress, say, write
-from specdec.cli.refusals import spelled
+from specdec.cli.refusals import spelled, translated
 from specdec.errors import ExitCode
 
 TINY = Path(specdec_qwen38.__file__).parent / "tiny"
@@ -187,6 +187,29 @@ def test_an_error_in_the_middle_of_text(capsys: pytest.CaptureFixture[str], monk
 @pytest.mark.parametrize(
     ("message", "line"),
     [
+        ("argument --top-k: invalid int value: 'x'", "--top-k is 'x'; give a whole number"),
+        ("argument SHELL: invalid choice: 'tcsh' (choose from 'bash', 'zsh')", "SHELL is 'tcsh'; allowed: bash, zsh"),
+        ("argument SHELL: invalid choice: 'tcsh' (choose from bash, zsh)", "SHELL is 'tcsh'; allowed: bash, zsh"),
+        (
+            "argument --mtp/--no-mtp: ignored explicit argument 'x'",
+            "--no-mtp takes no value, but has 'x'; drop the value",
+        ),
+        (
+            "argument -n/--number: expected one argument",
+            "--number has no value; give one, as --number=VALUE if it begins with a dash",
+        ),
+        ("the following arguments are required: RECIPE", "RECIPE is missing"),
+        ("the following arguments are required: RECIPE, --out", "RECIPE, --out are missing"),
+        ("something of a later version", "something of a later version"),
+    ],
+)
+def test_what_argparse_says(message: str, line: str) -> None:
+    assert translated(message) == line
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
         ("top_p is 2.0; it must be at most 1", "--top-p is 2.0; it must be at most 1"),
         ("temperature is 0; for this use greedy=True (--greedy)", "--temperature is 0; for this use --greedy"),
         ("stop holds 'top_p', which is no text", "--stop holds 'top_p', which is no text"),
@@ -195,6 +218,17 @@ def test_an_error_in_the_middle_of_text(capsys: pytest.CaptureFixture[str], monk
         ("the model's temperature and top_p's range", "the model's temperature and --top-p's range"),
         ("my_top_p, top_p=3 and top_pile", "my_top_p, top_p=3 and top_pile"),
         ("stop: nothing", "--stop: nothing"),
+        ("max_draft_tokens 9 must be 0 to 7", "--mtp-draft-tokens 9 must be 0 to 7"),
+        (
+            "max_draft_tokens 2 contradicts speculative=False; drop one",
+            "--mtp-draft-tokens 2 contradicts --no-mtp; drop one",
+        ),
+        ("it needs adaptive_verification=False", "it needs --no-mtp-adaptive-verification"),
+        (
+            "set adaptive_verification=Falsehood, my.max_draft_tokens",
+            "set adaptive_verification=Falsehood, my.max_draft_tokens",
+        ),
+        ("a model named 'max_draft_tokens'", "a model named 'max_draft_tokens'"),
         ("", ""),
     ],
 )

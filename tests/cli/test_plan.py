@@ -124,6 +124,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys: pytest.CaptureF
             2,
             "--context is 300000; the model's max_position_embeddings is 262144",
         ),
+        (["qwen3.8-flash", "--dtype", "float16"], 2, "--dtype is 'float16'; allowed: float32, float64, bfloat16"),
         (["qwen3.8-flash", "--concurrency", "0"], 2, "--concurrency 0 must be at least 1"),
         (["qwen3.8-flash", "--pages", "0"], 2, "--pages 0 must be at least 1"),
         (
@@ -133,8 +134,8 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys: pytest.CaptureF
         ),
         (["qwen3.8-flash", "--memory-bytes", "1.5"], 2, "--memory-bytes is '1.5'"),
         (["qwen3.8-flash", "--snapshot-bytes", "5"], 5, "--snapshot-bytes is 5, but one prefix checkpoint takes"),
-        (["qwen3.8-flash", "--embedded", "--checkpoint", "x"], 2, "not allowed with"),
-        (["qwen3.8-flash", "--checkpoint", "/nowhere"], 4, "/nowhere: no such checkpoint directory"),
+        (["qwen3.8-flash", "--embedded", "--checkpoint", "x"], 2, "--checkpoint and --embedded contradict each other"),
+        (["qwen3.8-flash", "--checkpoint", "/nowhere"], 4, "/nowhere: no such checkpoint directory; name a folder"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], options: list[str], code: int, words: str) -> None:

@@ -54,7 +54,8 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(run: RunCommand, checkpoi
     assert summary["tokens"].strip() == f"{counts['tokens']} after a prompt of {counts['prompt_tokens']}"
     assert summary["rounds"].strip() == f"{counts['rounds']} with up to 5 drafts each"
     assert summary["tokens per round"].strip() == f"{counts['tokens_per_round']:.2f}"
-    assert summary["acceptance by depth"].split() == [f"{rate:.2f}" for rate in counts["acceptance_by_depth"]]
+    depths = zip(counts["acceptance_by_depth"], counts["judged_by_depth"], strict=True)
+    assert summary["acceptance by depth"].split() == [f"{rate:.2f}" if judged else "-" for rate, judged in depths]
     assert summary["finished by"].strip() == counts["finish"]
 
 
@@ -282,6 +283,27 @@ def test_progress_on_a_terminal_rewrites_one_line(run: RunCommand, monkeypatch: 
     progress, _, summary = outcome.stderr.rpartition("\r\x1b[K")
     assert progress.startswith("prompt 128/") and "\n" not in progress, outcome
     assert summary.startswith("tokens "), outcome
+
+
+# --- broken plugins ------------------------------------------------------------------------------------------------------
+
+
+def propose(drafter: Any, lanes: Any, draft_tokens: int, proposer: Any) -> Any:
+    return proposer.put(lanes)
+
+
+def test_a_plugins_own_error_is_one_line_with_its_place(run: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec_qwen38.drafter.MtpDrafter.propose", propose)
+    where = f"{__file__}:{propose.__code__.co_firstlineno + 1} in propose"
+    outcome = run()
+    assert outcome.code == 1 and "Traceback" not in outcome.stderr, outcome
+    last = outcome.stderr.splitlines()[-1]
+    assert last.startswith("specdec: error: AttributeError: ") and "has no attribute 'put'" in last, outcome
+    assert last.endswith(f" ({where}); the output ends after 1 tokens"), outcome
+    monkeypatch.setenv("SPECDEC_TRACEBACK", "1")
+    outcome = run()
+    assert outcome.code == 1 and outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert "    return proposer.put(lanes)" in outcome.stderr and last in outcome.stderr
 
 
 # --- broken numbers ------------------------------------------------------------------------------------------------------

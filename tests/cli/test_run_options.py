@@ -124,7 +124,7 @@ def test_tables_are_prepared_only_for_those_who_use_them(run: RunCommand, monkey
     [
         (["--presence-penalty", "2.5"], ["--presence-penalty", "2.5", "from -2 to 2"]),
         (["--frequency-penalty", "nan"], ["--frequency-penalty", "nan"]),
-        (["--frequency-penalty", "much"], ["--frequency-penalty", "invalid float value: 'much'"]),
+        (["--frequency-penalty", "much"], ["--frequency-penalty is 'much'; give a number"]),
         (["--repetition-penalty", "0"], ["--repetition-penalty", "0.0", "from 0.01 to 100"]),
         (["--logit-bias", "5"], ["--logit-bias is '5'", "like 17:-2.5"]),
         (["--logit-bias", "5:x"], ["--logit-bias is '5:x'"]),

@@ -35,28 +35,31 @@ REFUSED_OPTIONS = [
         ["--mtp-draft-tokens 8", "between 0 and 7", f"recipe '{RECIPE}'", "source: gated delta"],
     ),
     (["--mtp-draft-tokens", "-1"], ["--mtp-draft-tokens -1", "between 0 and 7"]),
-    (["--mtp-draft-tokens", "two"], ["--mtp-draft-tokens", "invalid int value: 'two'"]),
+    (["--mtp-draft-tokens", "two"], ["--mtp-draft-tokens is 'two'; give a whole number"]),
     (["--no-mtp", "--mtp-draft-tokens", "2"], ["--no-mtp and --mtp-draft-tokens 2", "drop one"]),
     (["--prompt", ""], ["--prompt: the prompt is empty"]),
     (["--prompt", "\udcff"], ["--prompt: not UTF-8 text"]),
     (["--prompt-file", "nowhere.txt"], ["--prompt-file 'nowhere.txt': No such file"]),
     (["--prompt-file", "."], ["--prompt-file '.': Is a directory"]),
     (["--prompt-file", "top_k"], ["--prompt-file 'top_k': No such file"]),
-    (["--prompt", "a", "--prompt-file", "b"], ["--prompt-file", "not allowed with argument --prompt"]),
+    (
+        ["--prompt", "a", "--prompt-file", "b"],
+        ["--prompt-file and --prompt contradict each other; give one of the two"],
+    ),
     (["--temperature", "0"], ["--temperature is 0, but", "must be above 0", "use --greedy"]),
     (["--temperature", "nan"], ["--temperature", "nan"]),
     (["--temperature", "-0.5"], ["--temperature", "-0.5", "above 0"]),
     (["--temperature", "inf"], ["--temperature", "inf"]),
-    (["--temperature", "warm"], ["--temperature", "invalid float value: 'warm'"]),
+    (["--temperature", "warm"], ["--temperature is 'warm'; give a number"]),
     (["--top-p", "0"], ["--top-p is 0.0", "above 0 and at most 1"]),
     (["--top-p", "2"], ["--top-p", "2.0", "above 0 and at most 1"]),
     (["--top-p", "nan"], ["--top-p", "nan"]),
     (["--top-k", "-1"], ["--top-k", "-1", "from 0"]),
-    (["--top-k", "1.5"], ["--top-k", "invalid int value"]),
+    (["--top-k", "1.5"], ["--top-k is '1.5'; give a whole number"]),
     (["--min-p", "1.5"], ["--min-p", "1.5", "from 0 (off) to 1"]),
     (["--seed", "-1"], ["--seed is -1", "from 0 to 2^63 - 1"]),
     (["--seed", str(2**63)], ["--seed", str(2**63)]),
-    (["--seed", "x"], ["--seed", "invalid int value"]),
+    (["--seed", "x"], ["--seed is 'x'; give a whole number"]),
     (["--greedy", "--temperature", "0.7"], ["--greedy", "--temperature 0.7 would have no effect"]),
     (["--greedy", "--top-k", "3", "--top-p", "0.5"], ["--greedy", "--top-k 3, --top-p 0.5"]),
     (["--max-new-tokens", "0"], ["--max-new-tokens is 0; allowed: 1 or more"]),
@@ -67,7 +70,7 @@ REFUSED_OPTIONS = [
     (["--device", "meta"], ["--device 'meta' is not supported"]),
     (["--device", "cpu:x"], ["--device 'cpu:x' is not usable here"]),
     (["--device", "cuda:99"], ["--device 'cuda:99' is not usable here"]),
-    (["--dtype", "int4"], ["--dtype", "invalid choice: 'int4'"]),
+    (["--dtype", "int4"], ["--dtype is 'int4'; allowed: float32, float64, bfloat16"]),
     (["--context", "0"], ["--context is 0; allowed: 2 or more"]),
     (["--context", "5"], ["--context 5 leaves room for at most 4", "raise --context"]),
     (["--context", "4097"], ["--context is 4097", "max_position_embeddings is 4096"]),
@@ -188,7 +191,11 @@ def test_missing_drafter_tensor(run: RunCommand, checkpoint: Path, tmp_path: Pat
 def test_missing_and_truncated_weights(run: RunCommand, checkpoint: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     outcome = run(folder=nowhere)
-    assert outcome.code == 4 and f"{nowhere}: no such checkpoint directory" in outcome.refusal
+    assert (
+        outcome.code == 4
+        and f"{nowhere}: no such checkpoint directory; name a folder with config.json and safetensors"
+        in outcome.refusal
+    )
     content = (checkpoint / "model.safetensors").read_bytes()
     for number, (files, words) in enumerate(
         [
@@ -196,7 +203,10 @@ def test_missing_and_truncated_weights(run: RunCommand, checkpoint: Path, tmp_pa
             ({"model.safetensors": content[:-1000]}, ["model.safetensors: truncated inside tensor", "the file has"]),
             ({"model.safetensors": content[:100]}, ["model.safetensors", "cut off inside its header"]),
             ({"model.safetensors": b""}, ["model.safetensors", "0 bytes"]),
-            ({"config.json": None}, ["config.json: cannot be read"]),
+            (
+                {"config.json": None},
+                ["config.json: cannot be read: No such file", "; name a folder with config.json and safetensors"],
+            ),
             ({"config.json": "{"}, ["config.json: not valid JSON"]),
             ({"config.json": "{}"}, ["model_type is None", "accepts qwen4_exp"]),
             ({"tokenizer.json": None}, ["tokenizer.json: no such file"]),

@@ -5,6 +5,7 @@ The tutorial's blocks are run in order by ``test_tutorial.py``, the README's Pyt
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -96,6 +97,18 @@ def test_commands_run(block: Block, tmp_path: Path) -> None:
         code, printed = shell(command, tmp_path)
         assert code == 0, f"$ {command}\n{printed}"
         assert not shown or shows(shown, printed), f"$ {command}\nshown:\n{shown}\nprinted:\n{printed}"
+
+
+def test_text_stops_at_a_line_break_as_typed(tmp_path: Path) -> None:
+    (block,) = (block for block in RUN if "--stop" in block.body)
+    finishes = {}
+    for script in (block.body, re.sub(r"--stop \S+", "", block.body)):
+        code, printed = shell(script, tmp_path)
+        assert code == 0, printed
+        out = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+        finishes["\n" in out["text"]] = out["summary"]["finish"]
+    assert finishes[False] == "stop"
+    assert True in finishes, "the same text goes on behind the line break"
 
 
 @pytest.mark.parametrize(

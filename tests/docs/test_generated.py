@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import argparse
 import re
+from inspect import signature
+from types import FunctionType
 
 import build_pages
 import pytest
+import torch
+from attrs import NOTHING, Factory, fields
 from doc_blocks import DOCS, ROOT, prose
 from doc_pages import commands, figures, metrics, records, reference
 from doc_pages.docstrings import inline, markdown
 
+from specdec.catalog import RoundShape
+from specdec.checkpoint.reader import Checkpoint
 from specdec.cli.main import COMMANDS
-from specdec.declaration import StateKind
+from specdec.declaration import SOURCED_FIELDS, StateField, StateKind, StateLayout
+from specdec.round.allocation import PackedRows
+from specdec.round.completion import Finish
+from specdec.sampling.params import SamplingParams
+from specdec.serving.engine import Engine, Stream
 from specdec.serving.metrics import Metrics
 from specdec.serving.prometheus import prometheus_text
+from specdec.serving.request import Request
+from specdec.state.requests import Lanes
+from specdec.state.store import StateStore
+from specdec.tensors import TensorGroup, TensorInventory
 
 PAGES = sorted(DOCS.glob("*.md"))
+ROWS = StateField(name="rows", kind=StateKind.ROW, shape=(), dtype="int64", source="rows of draft history")
 
 
 def rows(table: str) -> list[list[str]]:
@@ -85,6 +100,73 @@ def test_every_public_method_of_the_contract_is_on_the_page() -> None:
     for name in ("Target.verify", "Drafter.absorb", "Proposer.draw", "Round.submit", "Drafter.lag (property)"):
         assert f"#### {name}\n" in text
     assert "``" not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def public_methods(cls: type) -> list[str]:
+    return [
+        name
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and isinstance(value, FunctionType | classmethod) and value.__doc__
+    ]
+
+
+@pytest.mark.parametrize("cls", [Lanes, StateStore, RoundShape, PackedRows, Checkpoint, TensorGroup, TensorInventory])
+def test_what_hooks_are_handed_is_on_the_page(cls: type) -> None:
+    page = build_pages.filled((DOCS / "hooks.md").read_text(encoding="utf-8"), "hooks.md")
+    assert f"\n### {cls.__name__}\n" in page
+    for name in public_methods(cls):
+        assert f"\n#### {cls.__name__}.{name}\n" in page, name
+    for name in getattr(cls, "__annotations__", {}):
+        assert name.startswith("_") or f"| `{name}` | `" in page, name
+
+
+def test_what_a_store_is_made_of_is_on_the_page() -> None:
+    """Every public attribute that a drafter may read."""
+    text = build_pages.CONTENT["store"]()
+    layout = StateLayout(owner="drafter", fields=(ROWS,), max_draft_tokens=1)
+    store = StateStore(layout, slots=1, pages=1, context=8, device=torch.device("cpu"))
+    for name in vars(store):
+        assert name.startswith("_") or re.search(rf"^- .*`{name}`.*:", text, re.MULTILINE), name
+
+
+def test_fields_that_need_a_source_are_listed() -> None:
+    listed = rows(build_pages.CONTENT["sourced-fields"]())[1:]
+    assert [row[0] for row in listed] == [f"`{name}`" for name in SOURCED_FIELDS]
+    assert ["`speculative_token_capacity`", "128", "yes"] in listed
+
+
+# --- serving ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cls", "name"), [(Request, "request-fields"), (SamplingParams, "sampling-fields")])
+def test_fields_of_a_request_are_on_the_page_with_their_defaults(cls: type, name: str) -> None:
+    listed = {row[0].strip("`"): row[2] for row in rows(build_pages.CONTENT[name]())[1:]}
+    assert list(listed) == [one.name for one in fields(cls)]
+    for one in fields(cls):
+        if one.default is NOTHING:
+            assert listed[one.name] == "–"
+        elif not isinstance(one.default, Factory):
+            assert listed[one.name] == f"`{one.default!r}`"
+
+
+def test_arguments_of_an_engine_are_explained() -> None:
+    listed = {row[0].strip("`"): row for row in rows(build_pages.CONTENT["engine-load"]())[1:]}
+    given = signature(Engine.load).parameters
+    assert [name.strip("*") for name in listed] == list(given)
+    for name, parameter in given.items():
+        row = listed[name if name in listed else f"**{name}"]
+        assert row[2] == ("–" if parameter.default is parameter.empty else f"`{parameter.default!r}`")
+        assert name == "recipe" or row[3] not in ("", "–"), f"{name} is not explained"
+
+
+def test_outputs_of_a_request_are_on_the_page() -> None:
+    page = build_pages.filled((DOCS / "operations.md").read_text(encoding="utf-8"), "operations.md")
+    for name in public_methods(Stream):
+        assert f"\n#### Stream.{name}\n" in page
+    for name in ("submit", "generate", "close"):
+        assert f"\n#### Engine.{name}\n" in page
+    for finish in Finish:
+        assert f"| `{finish.name}` | " in page
 
 
 # --- options ------------------------------------------------------------------------------------------------------------

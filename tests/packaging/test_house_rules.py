@@ -25,6 +25,8 @@ DECLARATION = [
     "hookspecs",
     "entry_points",
     "places",
+    "failures",
+    "named_functions",
     "hook_checks",
     "plugin_objects",
     "plugins",

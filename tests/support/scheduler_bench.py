@@ -426,7 +426,7 @@ class SchedulerBench:
         assert one.finish is not Finish.NONE
         if one.cancelled:
             assert one.finish is Finish.CANCELLED
-        if one.finish is Finish.CANCELLED or one.error == GONE_LINE:
+        if one.finish is Finish.CANCELLED or (one.error or "").startswith(GONE_LINE):
             if number not in self.device.damaged:
                 assert one.tokens == tokens[: len(one.tokens)], number
         else:

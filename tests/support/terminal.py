@@ -15,8 +15,8 @@ import termios
 import threading
 import time
 import unicodedata
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
 from attrs import define, field
 
@@ -113,13 +113,21 @@ class Session:
 
     @classmethod
     def start(
-        cls, arguments: Sequence[str], *, terminal: Sequence[str], environment: dict[str, str], **options: Any
+        cls,
+        arguments: Sequence[str],
+        *,
+        terminal: Sequence[str],
+        environment: dict[str, str],
+        files: Mapping[str, IO[bytes]] | None = None,
+        **options: Any,
     ) -> Session:
+        """files: streams that are open files instead."""
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         streams: dict[str, Any] = {
             name: slave if name in terminal else subprocess.PIPE for name in ("stdin", "stdout", "stderr")
         }
+        streams.update(files or {})
 
         def own_terminal() -> None:
             os.setsid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from attrs import frozen
 import specdec.catalog
 from specdec.catalog import require_integer
 from specdec.errors import UsageError
-from specdec.places import at, blamed, depth, place, running
+from specdec.places import at, blamed, depth, place, raised, running
 
 HERE = Path(__file__)
 
@@ -83,10 +84,20 @@ def test_errors_are_blamed_on_the_line_that_called_a_library(function: Any) -> N
     error = error_of(function)
     called = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<lambda>"]
     assert blamed(error) == f"{__file__}:{called[0].lineno}"
+    assert raised(error) == f"{__file__}:{called[0].lineno} in <lambda>"
 
 
 def test_an_error_that_never_ran_is_nobodys() -> None:
-    assert blamed(ValueError()) == ""
+    assert blamed(ValueError()) == raised(ValueError()) == ""
+
+
+def test_an_error_of_the_core_alone_is_the_cores() -> None:
+    error = error_of(lambda: require_integer("n", 0, 1, None, "reason"))
+    # without the frames of this file, as in a thread of the core's own
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next
+    assert blamed(error) == ""
+    assert re.fullmatch(rf"{re.escape(specdec.catalog.__file__)}:\d+ in require_integer", raised(error))
 
 
 def test_running_code_is_the_innermost_of_ones_own() -> None:

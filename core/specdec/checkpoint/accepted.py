@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specdec.checkpoint.reader import Checkpoint
 from specdec.declaration import Recipe
-from specdec.errors import CheckpointError, PluginError, SpecdecError
+from specdec.errors import CheckpointError
+from specdec.named_functions import call_named
 
 __all__ = [
     "check_model_type",
@@ -56,20 +56,7 @@ def open_checkpoint(recipe: Recipe, path: str | Path | None = None) -> Checkpoin
     found = Path(path) if path is not None else embedded_checkpoint(recipe)
     if recipe.opener is None:
         return Checkpoint.open(found)
-    module, _, name = recipe.opener.partition(":")
-    try:
-        opened = getattr(import_module(module), name)(found)
-    except SpecdecError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"recipe {recipe.name!r}: opener {recipe.opener} failed on {found} with {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(opened, Checkpoint):
-        raise PluginError(
-            f"recipe {recipe.name!r}: opener {recipe.opener} returned {type(opened).__name__}, needs a Checkpoint"
-        )
-    return opened
+    return call_named(recipe, "opener", found, returns=Checkpoint, on=found)
 
 
 def embedded_checkpoint(recipe: Recipe) -> Path:

@@ -135,8 +135,15 @@ def _environment() -> Environment:
 
     Generation.tags = {"generation"}
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    # no further arguments: json.dumps would call some of them, outside the sandbox
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def refuse(message: str) -> None:
         raise _Refusal(message)

@@ -1,16 +1,15 @@
 """A checkpoint's headers against what a recipe declares, part by part. Reads no payload and imports no torch."""
 
 import itertools
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 
 from specdec.checkpoint.reader import Checkpoint, Validation
 from specdec.declaration import Recipe, TensorInventory
 from specdec.errors import CheckpointError
+from specdec.named_functions import call_named, named_function
 
 
 @frozen(kw_only=True)
@@ -52,7 +51,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Inspection:
         CheckpointError: if the configuration is refused, or two stored names have the same canonical one.
     """
     if recipe.canonical_name is not None:
-        checkpoint = checkpoint.renamed(_function(recipe.canonical_name))
+        checkpoint = checkpoint.renamed(named_function(recipe.canonical_name))
     inventories = _inventories(checkpoint, recipe)
     roots = sorted(
         ((root, part) for part, inventory in inventories.items() for root in _roots(inventory)), key=_longest
@@ -78,12 +77,13 @@ def inspect_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> Inspection:
 
 
 def recipe_for(checkpoint: Checkpoint, recipes: Iterable[Recipe]) -> Recipe:
-    """Return the recipe that accepts the checkpoint's ``model_type`` (the outer one, or that of ``text_config``).
+    """Return the recipe that accepts the checkpoint's ``model_type`` (the outer one, or that of ``text_config``). Recipes that
+    draft for another's target have no checkpoints of their own.
 
     Raises:
         CheckpointError: if none or several do; the line names the types and the option that chooses.
     """
-    recipes = tuple(recipes)
+    recipes = tuple(recipe for recipe in recipes if recipe.target_recipe is None)
     text = checkpoint.config.get("text_config")
     types = [checkpoint.config.get("model_type"), text.get("model_type") if isinstance(text, dict) else None]
     found = [recipe for recipe in recipes if any(kind in recipe.model_types for kind in types)]
@@ -102,15 +102,8 @@ def recipe_for(checkpoint: Checkpoint, recipes: Iterable[Recipe]) -> Recipe:
 def _inventories(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorInventory]:
     if recipe.inventories is None:
         return {"target": recipe.target_inventory, "drafter": recipe.drafter_inventory}
-    target, drafter = _function(recipe.inventories)(checkpoint.config, checkpoint)
+    target, drafter = call_named(recipe, "inventories", checkpoint.config, checkpoint, returns=tuple)
     return {"target": target, "drafter": drafter}
-
-
-def _function(reference: str) -> Callable[..., Any]:
-    """What a recipe names as ``module:function``."""
-    module, _, name = reference.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
 
 
 def _roots(inventory: TensorInventory) -> list[str]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.checkpoint.tokenizer import Tokenizer
 
 _SINGLE = "model.safetensors"
+_CURE = "name a folder with config.json and safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 10
 
@@ -102,13 +103,13 @@ class Checkpoint:
             fault = (
                 "a file; name a directory of safetensors, or the recipe that reads it"
                 if directory.is_file()
-                else "no such checkpoint directory"
+                else f"no such checkpoint directory; {_CURE}"
             )
             raise CheckpointError(f"{directory}: {fault}")
         config = _read_object(directory / "config.json")
         single, index = directory / _SINGLE, directory / _INDEX
         if not single.exists() and not index.exists():
-            raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX} found; name a directory of safetensors")
+            raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX} found; {_CURE}")
         tensors = read_header(single) if single.exists() else _read_shards(index)
         return cls(directory=directory, config=config, stored=_by_name(tensors, rename))
 
@@ -327,7 +328,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        cure = _CURE if isinstance(error, FileNotFoundError) else "make it readable"
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}; {cure}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -212,10 +212,9 @@ class _Chat:
                     code = self._turn(engine, text, interruptible=turns.terminal)
                     if code:
                         break
-            except CapacityError:
+            finally:
+                # whatever ended it: what was answered stands
                 self._report(engine)
-                raise
-            self._report(engine)
         return code
 
     def _turn(self, engine: Engine, text: str, *, interruptible: bool) -> int:

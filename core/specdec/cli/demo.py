@@ -121,7 +121,7 @@ def _unnamed(checkpoint: str | None, recipes: Sequence[Recipe]) -> Recipe:
 
         with Checkpoint.open(checkpoint) as opened:
             return recipe_for(opened, recipes)
-    shipped = [recipe for recipe in recipes if recipe.embedded_checkpoint is not None]
+    shipped = [recipe for recipe in recipes if recipe.embedded_checkpoint is not None and recipe.target_recipe is None]
     if len(shipped) == 1:
         return shipped[0]
     if shipped:

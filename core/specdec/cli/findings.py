@@ -306,23 +306,24 @@ def _embedded(recipe: Recipe) -> tuple[str, int | None, bool, str]:
         return True
 
     _, reason = _tried(usable)
-    count, alone = _bytes(recipe, checkpoint)
-    return str(path), count, alone, reason
+    count, alone, unplanned = _bytes(recipe, checkpoint)
+    return str(path), count, alone, reason or unplanned
 
 
 def _own(recipe: Recipe) -> tuple[str, int | None, bool, str]:
     """As ``_embedded``; the folder itself is the user's to have."""
-    count, alone = _bytes(recipe, None)
-    return recipe.checkpoint, count, alone, ""
+    count, alone, reason = _bytes(recipe, None)
+    return recipe.checkpoint, count, alone, reason
 
 
-def _bytes(recipe: Recipe, checkpoint: Checkpoint | None) -> tuple[int | None, bool]:
-    """Bytes that a preparation needs, or those of the weights alone where no memory is declared; None where neither is known."""
-    planned, _ = _tried(lambda: _planned(recipe, checkpoint))
-    if planned is not None:
-        return planned, False
+def _bytes(recipe: Recipe, checkpoint: Checkpoint | None) -> tuple[int | None, bool, str]:
+    """Bytes that a preparation needs, or those of the weights alone (True) where no memory is declared; None where neither is
+    known. Last, why what is declared cannot be planned."""
+    if recipe.memory is not None:
+        planned, reason = _tried(lambda: _planned(recipe, checkpoint))
+        return planned, False, reason
     stored, _ = _tried(lambda: _stored(recipe, checkpoint))
-    return stored or None, bool(stored)
+    return stored or None, bool(stored), ""
 
 
 def _planned(recipe: Recipe, checkpoint: Checkpoint | None) -> int:

@@ -1,14 +1,15 @@
 """How speculation goes while text is generated: one line on a terminal at standard error, nothing anywhere else.
 
-Where the text goes to a file or another command, the line is simply rewritten. Where text and line share a terminal, the line
-stands below the text: it is drawn while the text's column is known, and the cursor goes back to where the text ends. It is taken
-away before anything is written that may reach the line below. With characters whose width terminals disagree about, it stays
-away until the text begins a new line.
+Where the text goes to a file, the line is simply rewritten. Where it goes to another command, which may show it on the same
+terminal, there is none. Where text and line share a terminal, the line stands below the text: it is drawn while the text's column
+is known, and the cursor goes back to where the text ends. It is taken away before anything is written that may reach the line
+below. With characters whose width terminals disagree about, it stays away until the text begins a new line.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 import unicodedata
@@ -197,10 +198,25 @@ def _place(streaming: bool) -> Literal["own", "below", "nowhere"]:
     """Where the line may be."""
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
         return "nowhere"
-    if not streaming or sys.stdout is None or not sys.stdout.isatty() or not _same_terminal():
-        return "own"
     columns, rows = _size()
+    if columns < 1:
+        return "nowhere"
+    if not streaming or sys.stdout is None:
+        return "own"
+    if not sys.stdout.isatty():
+        return "nowhere" if _is_pipe() else "own"
+    if not _same_terminal():
+        return "own"
     return "below" if columns >= _COLUMNS and rows >= _ROWS else "nowhere"
+
+
+def _is_pipe() -> bool:
+    """Whether the text goes to another command, which may show it on this very terminal; also if that cannot be found out."""
+    try:
+        mode = os.fstat(sys.stdout.fileno()).st_mode
+    except (OSError, ValueError):
+        return True
+    return not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))
 
 
 def _same_terminal() -> bool:

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 from specdec import __version__
 from specdec.cli.output import discard, say, write
+from specdec.cli.refusals import translated
 from specdec.errors import ExitCode, SpecdecError, UsageError
+from specdec.failures import TRACEBACK_VARIABLE, error_line, show_traceback
 
 __all__ = ["COMMANDS", "main"]
 
@@ -36,7 +38,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("specdec.cli.completion", "print a shell's completion of commands, options and recipe names"),
 }
 
-TRACEBACK_VARIABLE = "SPECDEC_TRACEBACK"
 #: Set by a shell that asks what a word of the command line may become.
 COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
@@ -45,7 +46,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong option as one line, like every other refusal, instead of a usage text and a line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see '{self.prog} --help'")
+        said = translated(message)
+        raise UsageError(said if "; " in said else f"{said}; see '{self.prog} --help'")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:
@@ -84,13 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard(sys.stdout)
         return int(ExitCode.OK)
     except SpecdecError as error:
-        _show_traceback()
+        show_traceback(error)
         say(f"specdec: error: {error}")
         return int(error.exit_code)
     except Exception as error:
-        if not _show_traceback():
-            message = " / ".join(str(error).split("\n")) or "no message"
-            say(f"specdec: internal error: {type(error).__name__}: {message} (set {TRACEBACK_VARIABLE}=1 to see where)")
+        if not show_traceback(error):
+            say(f"specdec: internal error: {error_line(error)}; set {TRACEBACK_VARIABLE}=1 to see the way there")
         return int(ExitCode.FAILURE)
 
 
@@ -148,16 +149,6 @@ def _innermost(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
 def _suggestion(command: str) -> str:
     close = difflib.get_close_matches(command, COMMANDS, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"commands: {', '.join(COMMANDS)}"
-
-
-def _show_traceback() -> bool:
-    """Prints the traceback of the error being handled if the user asked for it."""
-    if os.environ.get(TRACEBACK_VARIABLE, "") in ("", "0"):
-        return False
-    import traceback
-
-    traceback.print_exc()
-    return True
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from specdec.cli.output import say
 from specdec.cli.refusals import option, spelled
 from specdec.errors import UsageError
+from specdec.preparation import ACTIVATION_DTYPES, PreparationConfig
 
 if TYPE_CHECKING:
     from specdec.checkpoint.tokenizer import Tokenizer
     from specdec.declaration import Recipe
-    from specdec.preparation import PreparationConfig
     from specdec.serving.grammar import Grammar
     from specdec.serving.model import LoadedModel
 
@@ -58,7 +58,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", metavar="DEVICE", help="torch device (default: cpu)")
     parser.add_argument(
         "--dtype",
-        choices=("float32", "float64", "bfloat16"),
+        choices=ACTIVATION_DTYPES,
         help="activations (default: float32 on a CPU, bfloat16 elsewhere)",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of one operator (default: 1)")
@@ -188,8 +188,6 @@ def preparation(
     each round are chosen or always the most. concurrency: requests at once.
     Loads nothing. Raises UsageError if an option is out of range for the recipe or contradicts another.
     """
-    from specdec.preparation import PreparationConfig
-
     for name, value, minimum, maximum in (
         ("--max-new-tokens", getattr(args, "max_new_tokens", None), 1, None),
         ("--concurrency", concurrency, 1, None),
@@ -280,26 +278,10 @@ def prepared_model(args: argparse.Namespace, recipe: Recipe, config: Preparation
 
     # One thread unless asked: the operators of a small model are shorter than handing them to a pool.
     torch.set_num_threads(args.threads or 1)
-    model = LoadedModel.prepare(
-        recipe, config, directory=args.checkpoint, device=_device(args.device), dtype=args.dtype
-    )
+    model = LoadedModel.prepare(recipe, config, directory=args.checkpoint, device=args.device, dtype=args.dtype)
     for note in model.notes:
         say(f"specdec: {note}")
     return model
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name!r} is not supported; allowed: cpu, cuda, cuda:N")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--device {name!r} is not usable here: {reason}; use cpu") from error
-    return str(device)
 
 
 def checkpoint_basics(args: argparse.Namespace, recipe: Recipe) -> tuple[Tokenizer, int | None]:

@@ -16,12 +16,12 @@ from specdec.cli.output import write
 from specdec.cli.refusals import names_options
 from specdec.cli.tables import columns, json_text
 from specdec.errors import CheckpointError, ExitCode, UsageError
+from specdec.preparation import ACTIVATION_DTYPES, PreparationConfig
 
 if TYPE_CHECKING:
     from specdec.checkpoint.reader import Checkpoint
     from specdec.declaration import Recipe
     from specdec.memory import MemoryPlan
-    from specdec.preparation import PreparationConfig
 
 __all__ = ["add_parser", "run"]
 
@@ -29,7 +29,6 @@ _DESCRIPTION = """Computes what preparing a recipe would hold, from declarations
 state by field, pages, buffers of rounds, every shape of the catalog. No weights are read and no device is needed. Exit code 5 if
 it exceeds --memory-bytes; the options that would make it fit are named."""
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_HALVES = ("float16", "bfloat16", "float32", "float64")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -69,7 +68,9 @@ def add_parser(subparsers: Any) -> None:
         "--device", choices=("cpu", "cuda"), default="cuda", help="kind of device that is planned for (default: cuda)"
     )
     parser.add_argument("--no-cuda-graphs", action="store_true", help="rounds run eagerly on a CUDA device")
-    parser.add_argument("--dtype", choices=_HALVES, help="activations (default: float32 on a CPU, bfloat16 elsewhere)")
+    parser.add_argument(
+        "--dtype", choices=ACTIVATION_DTYPES, help="activations (default: float32 on a CPU, bfloat16 elsewhere)"
+    )
     parser.add_argument("--memory-bytes", metavar="BYTES", help="all that may be used, like 141GiB (default: no limit)")
     parser.add_argument("--headroom-bytes", default="0", metavar="BYTES", help="what must stay free of it (default: 0)")
     parser.add_argument(
@@ -95,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace, recipe: Recipe) -> PreparationConfig:
-    from specdec.preparation import PreparationConfig
-
     budgets = {name: _bytes(name, getattr(args, name)) for name in ("memory_bytes", "headroom_bytes", "snapshot_bytes")}
     return PreparationConfig.for_recipe(
         recipe,
@@ -139,7 +138,7 @@ def _plan(args: argparse.Namespace, recipe: Recipe, config: PreparationConfig) -
     if args.checkpoint is None and not args.embedded:
         return made(None, None, None)
     folder = embedded_checkpoint(recipe) if args.embedded else Path(args.checkpoint)
-    if folder.is_dir() and not any(folder.glob("*.safetensors*")):
+    if recipe.opener is None and folder.is_dir() and not any(folder.glob("*.safetensors*")):
         # sizes alone: stored as the recipe's own checkpoint
         settings = _settings(folder / "config.json")
         check_settings(settings, folder, recipe)

@@ -145,7 +145,8 @@ def _details(book: RecipeBook, recipe: Recipe) -> dict[str, Any]:
         "tensor_parallel_sizes": list(recipe.tensor_parallel_sizes),
         "unsupported_options": list(recipe.unsupported_options),
         "target_inventory": _inventory(recipe.target_inventory),
-        "drafter_inventory": _inventory(recipe.drafter_inventory),
+        # the checkpoint's own drafter is not this one
+        "drafter_inventory": None if recipe.target_recipe else _inventory(recipe.drafter_inventory),
         "target_layout": _layout(recipe.target_layout),
         "drafter_layout": _layout(recipe.drafter_layout),
         "sources": dict(recipe.sources),

@@ -218,7 +218,8 @@ def finished(answer: Answer) -> int:
     from specdec.round.completion import Finish
 
     if answer.finish is Finish.FAULT:
-        say(f"specdec: error: {answer.error}; the output ends after {len(answer.tokens)} tokens")
+        count = len(answer.tokens)
+        say(f"specdec: error: {answer.error}; the output ends after {count} token{'' if count == 1 else 's'}")
         return int(ExitCode.FAILURE)
     return int(ExitCode.OK)
 
@@ -252,7 +253,9 @@ def summary_of(statistics: DraftStatistics, seconds: float) -> dict[str, Any]:
 def summary_text(summary: dict[str, Any]) -> str:
     """The summary as aligned lines for people; of a chat if it has ``turns``."""
     drafts = f"with up to {summary['draft_tokens']} drafts each" if summary["draft_tokens"] else "without drafts"
-    acceptance = "  ".join(f"{rate:.2f}" for rate in summary["acceptance_by_depth"]) or "no drafts"
+    depths = zip(summary["acceptance_by_depth"], summary["judged_by_depth"], strict=True)
+    # a depth that no round came to says nothing
+    acceptance = "  ".join(f"{rate:.2f}" if judged else "-" for rate, judged in depths) or "no drafts"
     speed, prompt = f"{summary['tokens_per_second']:.1f} tokens/s", f"{summary['prompt_seconds']:.2f} s"
     tokens, ended = f"{summary['tokens']} after a prompt of {summary['prompt_tokens']}", summary.get("finish")
     if "turns" in summary:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from attrs import evolve
 
 from specdec.drafting.history import HistoryRing
 from specdec.errors import CapacityError
+from specdec.failures import reported
 from specdec.round.completion import Finish
 from specdec.scheduling.device import Device
-from specdec.scheduling.emissions import error_line, farewell, last_text
+from specdec.scheduling.emissions import farewell, last_text
 from specdec.scheduling.resident import Resident, TokenRun, Waiting
 from specdec.serving.metrics import Metrics
 from specdec.serving.request import Emission, Progress, Request
@@ -94,10 +95,13 @@ class Admission:
         self._part(number, Finish.CANCELLED, resident, last_text(resident))
         return True
 
-    def fail(self, resident: Resident, error: BaseException) -> None:
-        """Ends one request for an error of its own work; the others go on."""
-        self.retire(resident)
-        self._part(resident.number, Finish.FAULT, resident, last_text(resident), error_line(error))
+    def fail(self, residents: Iterable[Resident], error: BaseException) -> None:
+        """Ends requests for an error of their own work, those that have ended already excepted; the others go on."""
+        line = reported(error)
+        for resident in residents:
+            if self._present(resident):
+                self.retire(resident)
+                self._part(resident.number, Finish.FAULT, resident, last_text(resident), line)
 
     def _part(
         self, number: int, finish: Finish, resident: Resident | None, text: str | None, error: str | None = None
@@ -170,7 +174,7 @@ class Admission:
             if not self.isolate:
                 raise
             self.waiting.popleft()
-            self._part(entry.number, Finish.FAULT, None, "" if request.stop else None, error_line(error))
+            self._part(entry.number, Finish.FAULT, None, "" if request.stop else None, reported(error))
             return None
         self.free_slots.pop()
         self.waiting.popleft()
@@ -211,7 +215,7 @@ class Admission:
                 self.publish(resident, end)
         except BaseException as error:
             if self.isolate and isinstance(error, Exception):
-                self.fail(resident, error)
+                self.fail([resident], error)
                 return None
             # the slot may hold half a chunk, so the prompt starts again
             self._step_back(resident)
@@ -229,7 +233,7 @@ class Admission:
                 self.retire(resident)
                 self.ended(resident.number, Finish.FAULT)
                 raise
-            self.fail(resident, error)
+            self.fail([resident], error)
             return
         resident.run.extend(resident.request.output[-1:])
         resident.started = bool(resident.request.output)
@@ -265,7 +269,7 @@ class Admission:
         if len(self.residents) == 1:
             if not self.isolate:
                 raise shortage
-            self.fail(next(iter(self.residents.values())), shortage)
+            self.fail(list(self.residents.values()), shortage)
             return
         resident = list(self.residents.values())[-1]
         if resident.entered and resident.settled:
@@ -298,7 +302,7 @@ class Admission:
             if not self.isolate:
                 raise
             _log.warning(
-                "request %d: no checkpoint of its first %d tokens: %s", resident.number, length, error_line(error)
+                "request %d: no checkpoint of its first %d tokens: %s", resident.number, length, reported(error)
             )
 
     def retire(self, resident: Resident) -> None:

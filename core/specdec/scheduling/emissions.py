@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.errors import SpecdecError
 from specdec.round.completion import METADATA_FIELDS, Completion, Field, Finish
 from specdec.scheduling.resident import Resident
 from specdec.serving.request import Emission, TokenLogprobs
@@ -38,11 +37,6 @@ def last_text(resident: Resident) -> str | None:
     if not resident.request.stop:
         return None
     return "" if resident.matcher is None else resident.matcher.finish()
-
-
-def error_line(error: BaseException) -> str:
-    """One line for a user: a deliberate error's own, another one's with its type."""
-    return str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"
 
 
 def fault_text(faults: int) -> str:

@@ -256,7 +256,7 @@ class Scheduler:
             self.admission.take_back(plan.number, self.flights[-1].plan.number if self.flights else None)
             if not self.admission.isolate or not isinstance(error, Exception):
                 raise
-            self._fail(lanes, error)
+            self.admission.fail(lanes, error)
             return True
         if plan.first:
             self._owed = _passed_over(self.admission.residents.values())
@@ -288,7 +288,7 @@ class Scheduler:
             self.admission.release_read(plan.number)
             if not self.admission.isolate or not isinstance(error, Exception):
                 raise
-            self._fail(flight.lanes, error)
+            self.admission.fail(flight.lanes, error)
             return []
         events: list[Emission] = []
         outcomes: list[Outcome] = []
@@ -323,12 +323,6 @@ class Scheduler:
             self.admission.ended(event.request, event.finish)
         self.admission.release_read(plan.number)
         return events
-
-    def _fail(self, lanes: Sequence[Resident], error: Exception) -> None:
-        """A round could not be run or read: its requests end, others go on."""
-        for resident in lanes:
-            if self.admission.residents.get(resident.slot) is resident:
-                self.admission.fail(resident, error)
 
     def _apply(self, resident: Resident, done: Completion, flight: _Flight, lane: int, result: RoundResult) -> Emission:
         """What a request's caller gets of a record that its resident has taken in, and what follows if it is the last."""

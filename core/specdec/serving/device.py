@@ -100,12 +100,12 @@ class ModelDevice:
         if len(request.prompt) >= context:
             raise UsageError(
                 f"the prompt has {len(request.prompt)} tokens; the context of {context} leaves room for at most {context - 1}; "
-                "shorten the prompt or raise --context"
+                "shorten the prompt or raise context"
             )
         if len(request.prompt) + len(request.output) >= context:
             raise UsageError(
                 f"prompt and output have {len(request.prompt)} + {len(request.output)} tokens, which fill the context of "
-                f"{context}; raise --context"
+                f"{context}; raise context"
             )
         biased = tuple(token for token, _ in request.sampling.logit_bias)
         for name, tokens in (("prompt", request.prompt), ("output", request.output), ("logit_bias", biased)):

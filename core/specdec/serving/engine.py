@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -21,10 +23,11 @@ from specdec.checkpoint.tokenizer import TextStream
 from specdec.control.trace import TraceWriter
 from specdec.drafting.history import HistoryRing
 from specdec.errors import SpecdecError, UsageError
+from specdec.failures import reported
 from specdec.preparation import PreparationConfig
 from specdec.recipes import recipe_book
 from specdec.round.completion import Finish
-from specdec.scheduling.emissions import error_line, farewell
+from specdec.scheduling.emissions import farewell
 from specdec.scheduling.policy import width_policy
 from specdec.scheduling.scheduler import Scheduler
 from specdec.serving.device import ModelDevice
@@ -105,6 +108,17 @@ class Stream:
         self._engine._tell(self, cancel=True)
 
 
+def _check_names(options: Iterable[str]) -> None:
+    """Raises UsageError for an option that ``Engine.load`` does not have."""
+    makers = (Engine.load, PreparationConfig.for_recipe)
+    known = [one.name for make in makers for one in signature(make).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise UsageError(f"unknown option {name!r} of Engine.load; {hint}options: {', '.join(known)}")
+
+
 def _raise(emission: Emission) -> None:
     if emission.error is not None:
         raise SpecdecError(emission.error)
@@ -148,7 +162,7 @@ class Engine:
         )
         if history_drafts and not (recipe.supports_history_drafts and config.max_draft_tokens):
             why = "drafts nothing as prepared" if recipe.supports_history_drafts else "declares no history drafts"
-            raise UsageError(f"--history-drafts: recipe {recipe.name!r} {why}; leave the option out")
+            raise UsageError(f"history_drafts: recipe {recipe.name!r} {why}; leave the option out")
         keeps = config.snapshot_bytes > 0 if prefixes is None else prefixes
         self.model = model
         self.metrics = Metrics() if metrics is None else metrics
@@ -188,10 +202,12 @@ class Engine:
         trace: str | Path | None = None,
         **options: Any,
     ) -> Engine:
-        """Loads a recipe and serves it. options: those of ``PreparationConfig.for_recipe``.
+        """Loads a recipe and serves it. device, dtype: see ``LoadedModel.prepare``. options: those of
+        ``PreparationConfig.for_recipe``.
 
         Raises UsageError, PluginError, CheckpointError or CapacityError with one line each.
         """
+        _check_names(options)
         record = recipe_book().recipe(recipe)
         config = PreparationConfig.for_recipe(record, **options)
         model = LoadedModel.prepare(record, config, directory=checkpoint, device=device, dtype=dtype)
@@ -258,7 +274,7 @@ class Engine:
                 for event in self._scheduler.step():
                     self._deliver(event)
         except BaseException as error:  # nobody else would ever tell the callers
-            self._failure = error_line(error)
+            self._failure = reported(error)
         finally:
             self._finish()
 

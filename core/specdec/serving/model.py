@@ -27,6 +27,7 @@ from specdec.round.transaction import FirstToken
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sampler_for
 from specdec.serving.budget import checked_plan
+from specdec.serving.placement import activation_dtype, usable_device
 from specdec.serving.prompt_rows import PromptRows
 from specdec.serving.slot_state import SlotState
 from specdec.snapshot_sizes import checkpoint_pages
@@ -200,13 +201,14 @@ class LoadedModel:
     ) -> LoadedModel:
         """Opens the checkpoint, loads target and drafter through the owner's hooks and builds every round of the catalog.
 
-        directory: folder or file of the checkpoint, None for the embedded one. dtype: torch dtype name of activations; None
-        takes float32 on a CPU and bfloat16 elsewhere. Allocates everything that rounds use.
+        directory: folder or file of the checkpoint, None for the embedded one. device: torch device, such as ``cpu`` or
+        ``cuda:0``. dtype: torch dtype name of activations; None takes float32 on a CPU and bfloat16 elsewhere. Allocates
+        everything that rounds use.
 
         Raises CheckpointError, PluginError, CapacityError or UsageError with one line each.
         """
-        where = torch.device(device)
-        dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
+        where = usable_device(device)
+        dtype = activation_dtype(dtype, where)
         hooks = recipe_book().hooks_for(recipe)
         with open_checkpoint(recipe, directory) as checkpoint, torch.inference_mode():
             check_model_type(checkpoint, recipe)
@@ -215,7 +217,7 @@ class LoadedModel:
             limit = context_limit(checkpoint)
             if limit is not None and config.context > limit:
                 raise UsageError(
-                    f"--context is {config.context}; the checkpoint's max_position_embeddings is {limit} "
+                    f"context is {config.context}; the checkpoint's max_position_embeddings is {limit} "
                     f"({checkpoint.directory}); lower it"
                 )
             memory = checked_plan(recipe, config, checkpoint, device=where, dtype=dtype)

@@ -173,15 +173,15 @@ class Emission(NamedTuple):
     A named tuple, for a batch makes one for each lane of every round.
 
     logprobs: one for each of ``tokens`` if the request asked for them, else None. forecasts: for each draft of the round the
-       calibrated probability that it is accepted if the earlier ones are, from recipes whose rounds forecast, else None.
+    calibrated probability that it is accepted if the earlier ones are, from recipes whose rounds forecast, else None.
 
-       text: what this emission adds to the output's text if the request has stop strings, else None. It lags behind ``tokens``
-       while a character or what may become a stop string is incomplete; that is released with what settles it, at the latest with
-       the emission that says why the request ended. All of a request's joined are the decoded tokens, cut where the stop string
-       begins; ``finish`` is then STOP, which the round's record does not know. A resumed request goes on with the text that its
-       earlier output had not released, whether or not a cancellation gave it out.
+    text: what this emission adds to the output's text if the request has stop strings, else None. It lags behind ``tokens``
+    while a character or what may become a stop string is incomplete; that is released with what settles it, at the latest with
+    the emission that says why the request ended. All of a request's joined are the decoded tokens, cut where the stop string
+    begins; ``finish`` is then STOP, which the round's record does not know. A resumed request goes on with the text that its
+    earlier output had not released, whether or not a cancellation gave it out.
 
-       error: why a request ended that could not be run on, one line, with FAULT; else None.
+    error: why a request ended that could not be run on, one line, with FAULT; else None.
     """
 
     request: int

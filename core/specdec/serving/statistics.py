@@ -219,7 +219,7 @@ class DraftStatistics:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """accepted / judged per depth, depth 1 first; 0 where nothing was judged."""
+        """accepted / judged per depth, depth 1 first; 0 where nothing was judged (``judged_by_depth`` tells)."""
         return [a / j if j else 0.0 for a, j in zip(self.accepted_by_depth, self.judged_by_depth, strict=True)]
 
     @property

@@ -29,9 +29,9 @@ NO_STOP = -2
 class Lanes:
     """The lanes of one round after dead ones were redirected to the spare slot.
 
-    slots: [B] int64; live: [B] bool; consumed, pending: [B] int64 (1 and 0 in dead lanes); integers: [B, 11] int64,
-    floats: [B, 3] float32, the table rows of the effective slots. requested, resident: slots and integer rows before the
-    redirection, which name the request a record is about.
+    slots: [B] int64, the spare slot for dead lanes; live: [B] bool; consumed, pending: [B] int64 (1 and 0 in dead lanes);
+    integers: [B, 11] int64, the rows of those slots in the request table; floats: [B, 3] float32, the same of its numbers.
+    requested, resident: slots and integer rows before the redirection, which name the request a record is about.
     """
 
     requested: Tensor
@@ -49,7 +49,7 @@ class Lanes:
 
     @property
     def count(self) -> int:
-        """B."""
+        """B, dead lanes included."""
         return self.slots.shape[0]
 
     @property

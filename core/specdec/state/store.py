@@ -31,7 +31,14 @@ _COMMITTED_WITH = {
 
 
 class StateStore:
-    """State of up to R requests under one layout. Allocate at preparation with ``allocate``."""
+    """State of up to R requests under one layout. Making one allocates all of it: at preparation, in the hook that needs it.
+
+    layout: what it was made from. slots: R. spare: the spare slot, number R. pages: of each paged field, the trash page not
+    counted. horizon: most inputs of a verification, drafts and the pending token. device: where all tensors are. fields, tensors:
+    declaration and tensor of each field by name; ``store[name]`` is the tensor. page_table: [R + 1, S] int64, page of each
+    ``layout.page_tokens`` positions of a slot; S pages reach over the context and a horizon behind it. selected: [R + 1] int64,
+    the committed column of ``columns`` fields. faults: [R + 1] int64, broken invariants seen since the slot was reset.
+    """
 
     def __init__(self, layout: StateLayout, *, slots: int, pages: int, context: int, device: torch.device) -> None:
         self.layout = layout

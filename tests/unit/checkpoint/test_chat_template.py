@@ -90,6 +90,9 @@ def test_of_several_the_default_is_taken() -> None:
         "{{ messages[0].update(role='x') }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ ('%s' | attr('format')).__self__ }}",
+        # would be called by json, outside
+        "{{ cycler | tojson(default=strftime_now) }}",
+        "{{ messages | tojson(cls=cycler) }}",
     ],
 )
 def test_a_template_stays_in_its_sandbox(attack: str) -> None:

@@ -159,7 +159,7 @@ def test_damage_is_one_line_on_stderr(tmp_path, monkeypatch, capsys):
     assert captured.out == "" and captured.err.count("\n") == 1
     assert "part-0.safetensors" in captured.err and "truncated inside tensor" in captured.err
     assert main(["inspect", str(tmp_path / "absent")]) == 4
-    assert "no such checkpoint directory" in capsys.readouterr().err
+    assert "no such checkpoint directory; name a folder with config.json and safetensors" in capsys.readouterr().err
 
 
 def test_the_recipe_is_found_by_either_model_type(tmp_path):

@@ -154,22 +154,24 @@ def test_without_speculation_no_shapes(recipe: Recipe) -> None:
     [
         (
             {"max_draft_tokens": 8},
-            "--mtp-draft-tokens 8 must be between 0 and 7: recipe 'toy' drafts at most 7 tokens "
+            "max_draft_tokens 8 must be between 0 and 7: recipe 'toy' drafts at most 7 tokens "
             r"\(source: eight verification inputs\)",
         ),
-        ({"max_draft_tokens": -1}, "--mtp-draft-tokens -1 must be between 0 and 7"),
-        ({"max_draft_tokens": True}, "--mtp-draft-tokens must be an integer between 0 and 7, got True"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens -1 must be between 0 and 7"),
+        ({"max_draft_tokens": True}, "max_draft_tokens must be an integer between 0 and 7, got True"),
         ({"speculative_widths": (1, 9)}, "the widest must be at most 8"),
         ({"speculative_widths": (1, 4), "max_draft_tokens": 5}, "needs a widest width of 6"),
         ({"speculative_widths": (2, 4)}, "must increase and start with 1"),
-        ({"speculative": False, "max_draft_tokens": 3}, "contradicts --no-mtp"),
+        ({"speculative": False, "max_draft_tokens": 3}, "contradicts speculative=False"),
         ({"speculative": False, "mtp_only": True}, "leaves nothing to prepare"),
-        ({"fixed_width": 4}, "needs --no-mtp-adaptive-verification"),
+        ({"fixed_width": 4}, "needs adaptive_verification=False"),
         ({"fixed_width": 7, "adaptive_verification": False}, "must be one of the prepared widths 1, 2, 3, 4, 5, 6"),
         ({"speculative_token_capacity": 5}, "speculative_token_capacity 5 must be at least 6"),
         ({"concurrency": 0}, "concurrency 0 must be at least 1"),
         ({"context": 1}, "context 1 must be at least 2"),
         ({"prefill_tokens": ()}, "at least one chunk capacity"),
+        ({"prefill_tokens": 512}, "prefill_tokens is 512; give a sequence of integers"),
+        ({"speculative_widths": "1,2"}, "speculative_widths is '1,2'; give a sequence of integers"),
         ({"prefill_tokens": (512, 512)}, "prefill_tokens must increase"),
         ({"memory_bytes": 0}, "memory_bytes 0 must be at least 1"),
         ({"headroom_bytes": -1}, "headroom_bytes -1 must be at least 0"),
@@ -204,7 +206,7 @@ def test_policy_may_change_at_start(recipe: Recipe) -> None:
     ("options", "words"),
     [
         ({"concurrency": 5}, "concurrency 5 must be between 1 and 4: 4 were prepared"),
-        ({"max_draft_tokens": 6}, "--mtp-draft-tokens 6 was not prepared; prepared: 0, 1, 2, 3, 4, 5"),
+        ({"max_draft_tokens": 6}, "max_draft_tokens 6 was not prepared; prepared: 0, 1, 2, 3, 4, 5"),
         ({"fixed_width": 7}, "must be one of the prepared widths"),
         ({"fixed_width": 3, "adaptive_verification": True}, "contradicts adaptive verification"),
     ],

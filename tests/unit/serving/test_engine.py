@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +203,13 @@ def test_stop_strings_and_drafts_share_a_batch(prepared: Any, solo: Solo) -> Non
 # --- errors --------------------------------------------------------------------------------------------------------------
 
 
+def line(message: str) -> int:
+    """The line of this file that raises an error with the message."""
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()
+    (number,) = (n for n, text in enumerate(source, 1) if re.search(rf'raise \w+\("{message}"', text))
+    return number
+
+
 class _Failing:
     """A device that fails in the work of one request number."""
 
@@ -240,7 +249,8 @@ def test_an_error_of_one_request_ends_that_request_and_no_other(prepared: Any, s
     engine.close()
     for number, (output, one) in enumerate(zip(outputs, wanted, strict=True)):
         if number == 2:
-            assert (output.tokens, output.finish, output.error) == ((), Finish.FAULT, "RuntimeError: no such expert")
+            assert (output.tokens, output.finish) == ((), Finish.FAULT)
+            assert output.error == f"RuntimeError: no such expert ({__file__}:{line('no such expert')} in prefill)"
         else:
             assert (output.tokens, output.finish, output.error) == (*solo(one), None)
     assert_nothing_leaked(engine)
@@ -252,7 +262,8 @@ def test_an_error_on_admission_ends_that_request_and_no_other(prepared: Any, sol
     _with_device(engine, _Failing(engine._device, admit=1))
     outputs = engine.generate(wanted)
     engine.close()
-    assert (outputs[1].tokens, outputs[1].error) == ((), "RuntimeError: no such slot")
+    where = f"{__file__}:{line('no such slot')} in admit"
+    assert (outputs[1].tokens, outputs[1].error) == ((), f"RuntimeError: no such slot ({where})")
     for number in (0, 2, 3):
         assert (outputs[number].tokens, outputs[number].finish) == solo(wanted[number])
     assert_nothing_leaked(engine)
@@ -290,7 +301,8 @@ def test_a_round_that_fails_ends_its_requests_and_the_engine_goes_on(
     with monkeypatch.context() as patch:
         patch.setitem(model.rounds, (1, 8), Once())
         broken = engine.submit(request(3, max_new_tokens=20, stop_ids=())).result()
-        assert (broken.finish, broken.error) == (Finish.FAULT, "RuntimeError: the device is gone")
+        where = f"{__file__}:{line('the device is gone')} in submit"
+        assert (broken.finish, broken.error) == (Finish.FAULT, f"RuntimeError: the device is gone ({where})")
         fine = request(6)
         assert (engine.submit(fine).result().tokens, Finish.NONE)[0] == solo(fine)[0]
     engine.close()
@@ -332,9 +344,9 @@ def test_worker_that_dies_tells_every_caller(prepared: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(engine._scheduler, "step", broken)
     stream = engine.submit(request(0))
-    assert stream.result().error == "AssertionError: scheduler bug"
+    assert stream.result().error == f"AssertionError: scheduler bug ({__file__}:{line('scheduler bug')} in broken)"
     engine.close()
-    with pytest.raises(UsageError, match="the engine is closed: AssertionError: scheduler bug"):
+    with pytest.raises(UsageError, match=r"the engine is closed: AssertionError: scheduler bug .* make another one"):
         engine.submit(request(1))
 
 
@@ -413,11 +425,39 @@ def test_history_drafts_are_for_recipes_that_declare_them(prepared: Any, solo: S
     figures = engine.metrics.snapshot()
     assert figures["proposed_copies"] > 0
     assert figures["output"]["tokens"] == sum(len(one.tokens) for one in outputs)
-    with pytest.raises(UsageError, match=r"--history-drafts: recipe 'qwen3.8-flash' drafts nothing as prepared"):
+    with pytest.raises(UsageError, match=r"history_drafts: recipe 'qwen3.8-flash' drafts nothing as prepared"):
         Engine(prepared(drafts=None), history_drafts=True)
 
 
 def test_the_package_offers_the_engine_without_importing_it() -> None:
     assert specdec.Engine is Engine and specdec.Request is Request
+    assert {"Engine", "Grammar", "Request", "SamplingParams", "hookimpl", "__version__"} <= set(dir(specdec))
     with pytest.raises(AttributeError, match="has no attribute 'Motor'"):
         specdec.Motor  # noqa: B018
+
+
+# --- loading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"concurency": 2},
+            r"unknown option 'concurency' of Engine\.load; did you mean 'concurrency'\? options: device, dtype,",
+        ),
+        ({"elephant": 2}, r"unknown option 'elephant' of Engine\.load; options: device, .*, snapshot_bytes$"),
+        ({"device": "gpu"}, "device 'gpu' is not supported; allowed: cpu, cuda, cuda:N"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not usable here: .*; use cpu"),
+        ({"dtype": "float16"}, "dtype is 'float16'; allowed: float32, float64, bfloat16"),
+        ({"dtype": torch.float32}, r"dtype is torch\.float32; allowed: float32"),
+        ({"max_draft_tokens": 9}, "max_draft_tokens 9 must be between 0 and 7"),
+        ({"prefill_tokens": 512}, "prefill_tokens is 512; give a sequence of integers"),
+        ({"context": 1 << 40}, "context is 1099511627776; the checkpoint's max_position_embeddings is"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_in_the_words_of_the_caller(
+    directory: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        Engine.load("qwen3.8-flash", directory, **options)

@@ -167,6 +167,9 @@ def _settings(path: Path, contents: _Contents) -> dict[str, Any]:
     settings: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu"}
     for setting, key in _SETTINGS.items():
         settings[setting] = values.get(f"{ARCHITECTURE}.{key}")
+    if settings["num_key_value_heads"] is None:
+        # left out where every head has keys of its own
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     settings["vocab_size"] = contents.shapes[EMBEDDING][0] if EMBEDDING in contents.shapes else None
     settings["tie_word_embeddings"] = HEAD not in contents.shapes
     for name in ("bos", "eos"):

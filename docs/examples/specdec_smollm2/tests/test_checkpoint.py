@@ -70,14 +70,15 @@ def test_encodings_are_those_of_transformers(tokenizer, path):
         assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), text
 
 
-def write(path, *, architecture="llama", pre="smollm", extra=(), metadata=()):
+def write(path, *, architecture="llama", pre="smollm", extra=(), metadata=(), key_heads=1):
     """A GGUF file of a tiny model of one layer."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_embedding_length(8)
     writer.add_block_count(1)
     writer.add_feed_forward_length(16)
     writer.add_head_count(2)
-    writer.add_head_count_kv(1)
+    if key_heads is not None:
+        writer.add_head_count_kv(key_heads)
     writer.add_rope_dimension_count(4)
     writer.add_rope_freq_base(10_000.0)
     writer.add_context_length(64)
@@ -90,7 +91,8 @@ def write(path, *, architecture="llama", pre="smollm", extra=(), metadata=()):
     writer.add_eos_token_id(3)
     for name, value in metadata:
         writer.add_string(name, value)
-    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8)}
+    keys = (4 * (key_heads or 2), 8)
+    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_q": (8, 8), "blk.0.attn_k": keys}
     for number, (name, shape) in enumerate([*shapes.items(), *extra]):
         values = numpy.arange(numpy.prod(shape), dtype=numpy.float32).reshape(shape) + 1000 * number
         writer.add_tensor(f"{name}.weight", values)
@@ -112,6 +114,10 @@ def test_rows_of_queries_and_keys_become_halves(tmp_path):
         assert checkpoint.config["tie_word_embeddings"] is True
         assert checkpoint.tokenizer().encode("ab<s>a") == [2, 3, 0]
         assert checkpoint.tokenizer_config() == {"eos_token": "<s>"}
+    with open_llama(write(tmp_path / "every-head.gguf", key_heads=None)) as checkpoint:
+        assert checkpoint.config["num_key_value_heads"] == 2
+        rows = checkpoint.load("model.layers.0.self_attn.k_proj.weight")[:, 0].sub(3000).div(8)
+        assert rows.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     with open_llama(write(tmp_path / "untied.gguf", extra=[("output", (4, 8))])) as checkpoint:
         assert checkpoint.config["tie_word_embeddings"] is False
         assert checkpoint.load("lm_head.weight").shape == (4, 8)
