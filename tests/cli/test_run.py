@@ -299,7 +299,7 @@ def test_a_plugins_own_error_is_one_line_with_its_place(run: RunCommand, monkeyp
     assert outcome.code == 1 and "Traceback" not in outcome.stderr, outcome
     last = outcome.stderr.splitlines()[-1]
     assert last.startswith("specdec: error: AttributeError: ") and "has no attribute 'put'" in last, outcome
-    assert last.endswith(f" ({where}); the output ends after 1 tokens"), outcome
+    assert last.endswith(f" ({where}); the output ends after 1 token"), outcome
     monkeypatch.setenv("SPECDEC_TRACEBACK", "1")
     outcome = run()
     assert outcome.code == 1 and outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
