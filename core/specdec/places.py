@@ -16,8 +16,9 @@ import traceback
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-__all__ = ["at", "blamed", "depth", "place", "raised", "running"]
+__all__ = ["at", "blamed", "depth", "method_of", "place", "raised", "running"]
 
 _CORE = f"{Path(__file__).parent}{os.sep}"
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
@@ -129,3 +130,10 @@ def _caller() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return frame
+
+
+def method_of(owner: Any, name: str) -> str:
+    """ "Class.method (file:line)" of a plugin's object. Drafters that the core's tests wrap are looked through."""
+    while type(owner).__module__.startswith("specdec.") and hasattr(owner, "inner"):
+        owner = owner.inner
+    return f"{type(owner).__name__}.{name}{at(getattr(owner, name, None))}"

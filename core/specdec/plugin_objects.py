@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from specdec.declaration import Recipe, StateKind, StateLayout
 from specdec.interfaces import Drafter, PackedTarget, Round, Target
-from specdec.places import at
+from specdec.places import at, blamed
 
 __all__ = ["mistake_in", "protocol_of"]
 
@@ -46,7 +46,11 @@ def mistake_in(result: object, protocol: type) -> str | None:
             wrong = _call_mistake(getattr(result, name), name, wanted)
             if wrong:
                 return f"{named}, whose {wrong}"
-    wrong = _state_mistake(result, protocol)
+    try:
+        wrong = _state_mistake(result, protocol)
+    except Exception as error:
+        where = blamed(error)
+        wrong = f"state cannot be looked at: {type(error).__name__}: {error}" + (f" ({where})" if where else "")
     return f"{named}, whose {wrong}" if wrong else None
 
 
@@ -124,7 +128,8 @@ def _state_mistake(result: Any, protocol: type) -> str | None:
     if result.lag not in (0, 1):
         return f"lag is {result.lag!r}; it is 1 where row i of history needs token i + 1, else 0"
     counted = [field for field in layout.fields if field.name == "rows"]
-    if not counted or (counted[0].kind, counted[0].shape, counted[0].layers) != (StateKind.ROW, (), 1):
+    wanted = (StateKind.ROW, (), 1, "int64")
+    if not counted or (counted[0].kind, counted[0].shape, counted[0].layers, counted[0].dtype) != wanted:
         return (
             "state does not count its rows of history: declare a field 'rows' of kind row, shape (), one layer, int64, and "
             "set it in prefill and commit (specdec.context_fields.absorbed_rows)"

@@ -164,6 +164,15 @@ def test_another_end_of_text_gives_way_to_the_template(
     assert prompts[1] == ids(f"{BEGIN}user\na{END}\n{BEGIN}assistant\n{END}\n{BEGIN}user\nb{END}\n{BEGIN}assistant\n")
 
 
+def test_as_many_stop_ids_as_there_may_be_leave_none_for_the_template(
+    chat: Any, templated: Path, tmp_path: Path
+) -> None:
+    settings = json.dumps({"eos_token_id": list(range(300, 308))})
+    folder = altered_checkpoint(templated, tmp_path / "full", files={"generation_config.json": settings})
+    outcome = chat(folder, "a\n", *GREEDY)
+    assert outcome.code == 4 and outcome.stderr.startswith("specdec: error: the checkpoint has 8 stop ids"), outcome
+
+
 def test_a_template_that_changes_answers(
     chat: Any, plain: Path, tmp_path: Path, prompts: list[tuple[int, ...]]
 ) -> None:

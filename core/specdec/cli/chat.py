@@ -17,7 +17,7 @@ from specdec.cli.options import prepared_model
 from specdec.cli.output import replace_unwritable, say, show, write, write_file
 from specdec.cli.run import drafting_of, finished, read_prompt, summary_of, summary_text
 from specdec.cli.tables import json_text
-from specdec.errors import CapacityError, ExitCode, UsageError
+from specdec.errors import CapacityError, CheckpointError, ExitCode, UsageError
 
 if TYPE_CHECKING:
     from specdec.checkpoint.chat import ChatTemplate
@@ -115,7 +115,12 @@ def _stop_ids(
     found = None if token is None else tokenizer.token_id(token)
     if found is None or args.ignore_eos or found in model.defaults.stop_ids:
         return None
-    return (*model.defaults.stop_ids[: STOP_IDS - 1], found)
+    if len(model.defaults.stop_ids) >= STOP_IDS:
+        raise CheckpointError(
+            f"the checkpoint has {STOP_IDS} stop ids, the most there may be, and its chat template ends answers with another, "
+            f"{token!r}; take one out of eos_token_id"
+        )
+    return (*model.defaults.stop_ids, found)
 
 
 def _text(option: str, text: str | None) -> str | None:

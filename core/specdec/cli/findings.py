@@ -307,6 +307,7 @@ def _embedded(recipe: Recipe) -> tuple[str, int | None, bool, str]:
 
     _, reason = _tried(usable)
     count, alone, unplanned = _bytes(recipe, checkpoint)
+    _tried(checkpoint.close)
     return str(path), count, alone, reason or unplanned
 
 

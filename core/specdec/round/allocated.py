@@ -18,9 +18,10 @@ from torch import Tensor
 from specdec.catalog import RoundShape
 from specdec.errors import PluginError
 from specdec.interfaces import Drafter, PackedTarget
+from specdec.places import method_of
 from specdec.round.allocation import PackedRows, admit_top, calibrated, prefix_survival
 from specdec.round.arena import Arena
-from specdec.round.contract import expect, method_of
+from specdec.round.contract import expect
 from specdec.round.proposer import ChainProposer
 from specdec.round.temperature_proposers import BoundedProposer, GumbelProposer
 from specdec.round.transaction import ChainRound

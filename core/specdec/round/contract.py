@@ -15,16 +15,9 @@ import torch
 from torch import Tensor
 
 from specdec.errors import PluginError
-from specdec.places import at
+from specdec.places import method_of
 
-__all__ = ["described", "expect", "expect_every_depth", "method_of"]
-
-
-def method_of(owner: Any, name: str) -> str:
-    """ "Class.method (file:line)" of a plugin's object. Drafters that the core's tests wrap are looked through."""
-    while type(owner).__module__.startswith("specdec.") and hasattr(owner, "inner"):
-        owner = owner.inner
-    return f"{type(owner).__name__}.{name}{at(getattr(owner, name, None))}"
+__all__ = ["described", "expect", "expect_every_depth"]
 
 
 def described(value: object) -> str:

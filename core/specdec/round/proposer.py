@@ -7,7 +7,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from specdec.errors import PluginError
-from specdec.round.contract import expect, method_of
+from specdec.places import method_of
+from specdec.round.contract import expect
 from specdec.round.copies import Copies
 from specdec.sampling.law import LawParams
 from specdec.sampling.philox import DRAFT_DOMAIN

@@ -16,9 +16,10 @@ from torch import Tensor
 from specdec.catalog import RoundShape
 from specdec.errors import PluginError, UsageError
 from specdec.interfaces import Drafter, Target
+from specdec.places import method_of
 from specdec.round.arena import Arena
 from specdec.round.completion import Finish
-from specdec.round.contract import described, expect, expect_every_depth, method_of
+from specdec.round.contract import described, expect, expect_every_depth
 from specdec.round.graphs import Program
 from specdec.round.proposer import ChainProposer
 from specdec.round.staging import Staging

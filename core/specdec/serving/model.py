@@ -56,7 +56,7 @@ class GenerationDefaults:
 
         Raises CheckpointError if the file is not a JSON object or a value is not usable.
         """
-        path = checkpoint.directory / "generation_config.json"
+        path = _part(checkpoint, "generation_config.json")
         found = {name: value for name, value in checkpoint.generation_config().items() if value is not None}
         values = {name: getattr(recipe.sampling, name) for name in _SAMPLING}
         values.update({name: found[name] for name in _SAMPLING if name in found})
@@ -65,7 +65,7 @@ class GenerationDefaults:
         except UsageError as error:
             raise CheckpointError(f"{path}: {error}; correct the file") from error
         ids = found.get("eos_token_id", text_config(checkpoint).get("eos_token_id"))
-        source = path if "eos_token_id" in found else checkpoint.directory / "config.json"
+        source = path if "eos_token_id" in found else _part(checkpoint, "config.json")
         if ids is None:
             ids = list(recipe.eos_token_ids)
         ids = ids if isinstance(ids, list) else [ids]
@@ -80,6 +80,11 @@ class GenerationDefaults:
         values = {name: getattr(self, name) for name in _SAMPLING}
         values.update({name: value for name, value in overrides.items() if value is not None})
         return SamplingParams(**values)
+
+
+def _part(checkpoint: Checkpoint, name: str) -> Path:
+    """Where a checkpoint says something: the file of a folder, or the one file that holds all."""
+    return checkpoint.directory / name if checkpoint.directory.is_dir() else checkpoint.directory
 
 
 def _stores(target: Target, drafter: Drafter | None) -> tuple[StateStore, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.declaration import StateField, StateKind, StateLayout
 from specdec.errors import DeclarationError
-from specdec.round.contract import method_of
+from specdec.places import method_of
 from specdec.state.upload import upload
 
 # kinds whose commit is the same for every plugin: selection, shift, or validity by length and tags

@@ -38,6 +38,14 @@ def test_a_property_that_cannot_be_read_yet_is_there() -> None:
     assert mistake_in(stand_in_round(boundary_state=property(unread)), Round) is None
 
 
+def test_state_that_cannot_be_looked_at_is_a_mistake() -> None:
+    def unread(self: Any) -> Any:
+        raise RuntimeError("no store yet")
+
+    said = str(mistake_in(stand_in_drafter(store=property(unread)), Drafter))
+    assert "whose state cannot be looked at: RuntimeError: no store yet (" in said and __file__ in said
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

@@ -11,9 +11,9 @@ from round_driver import Driver
 from torch import Tensor
 
 from specdec.errors import PluginError
-from specdec.places import place
+from specdec.places import method_of, place
 from specdec.round.allocated import AllocatedRound
-from specdec.round.contract import expect, expect_every_depth, method_of
+from specdec.round.contract import expect, expect_every_depth
 from specdec.testing.drafters import RecordingDrafter
 
 V = 6

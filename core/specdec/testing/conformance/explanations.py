@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from specdec.declaration import StateField, StateKind
-from specdec.round.contract import method_of
+from specdec.places import method_of
 from specdec.state.requests import PENDING
 from specdec.state.store import StateStore
 from specdec.testing.conformance.bench import Bench

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specdec.round.contract import method_of
+from specdec.places import method_of
 from specdec.testing.conformance.base import Conformance, next_tokens
 from specdec.testing.conformance.bench import Bench
 from specdec.testing.conformance.explanations import prompt_feedback, shift_of, undeclared
