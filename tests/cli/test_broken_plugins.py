@@ -199,3 +199,12 @@ def test_a_shadowed_distribution_is_not_a_rival(site: Any) -> None:
         "print([(p.name, p.version, p.status) for p in discover().plugins if p.name == 'healthy'])",
     )
     assert result.stdout.strip() == "[('healthy', '1.0', 'loaded')]", result
+
+
+def test_what_a_recipe_lacks_is_not_taken_for_an_option(site: Any, one_line: Callable[[Any], str]) -> None:
+    site.healthy("unsourced_plugin", "unsourced-toy")
+    text = (site.path / "unsourced_plugin.py").read_text()
+    site.module("unsourced_plugin", text.replace(', "speculative_token_capacity")', ")"))
+    site.distribution("specdec-unsourced", plugins={"unsourced": "unsourced_plugin"})
+    line = one_line(site.specdec("run", "unsourced-toy", "--prompt", "x"))
+    assert "no source given for speculative_token_capacity" in line and "--speculative" not in line

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection
 from functools import wraps
 
-from specdec.errors import CapacityError, UsageError
+from specdec.errors import CapacityError, RecipeError, UsageError
 
 __all__ = ["names_options", "option", "spelled", "translated"]
 
@@ -81,6 +81,8 @@ def names_options(run: Callable[[argparse.Namespace], int]) -> Callable[[argpars
     def refusing(args: argparse.Namespace) -> int:
         try:
             return run(args)
+        except RecipeError:
+            raise  # its fields are those of a plugin's record
         except (UsageError, CapacityError) as error:
             fields = vars(args).keys() - _NO_OPTIONS
             raise type(error)(spelled(str(error), fields, [field for field in fields if "_" in field])) from error

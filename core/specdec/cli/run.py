@@ -25,7 +25,7 @@ from specdec.cli.options import (
 )
 from specdec.cli.output import check_writable, replace_unwritable, say, write, write_file
 from specdec.cli.refusals import names_options
-from specdec.cli.tables import json_text
+from specdec.cli.tables import acceptances, json_text
 from specdec.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -253,9 +253,7 @@ def summary_of(statistics: DraftStatistics, seconds: float) -> dict[str, Any]:
 def summary_text(summary: dict[str, Any]) -> str:
     """The summary as aligned lines for people; of a chat if it has ``turns``."""
     drafts = f"with up to {summary['draft_tokens']} drafts each" if summary["draft_tokens"] else "without drafts"
-    depths = zip(summary["acceptance_by_depth"], summary["judged_by_depth"], strict=True)
-    # a depth that no round came to says nothing
-    acceptance = "  ".join(f"{rate:.2f}" if judged else "-" for rate, judged in depths) or "no drafts"
+    acceptance = "  ".join(acceptances(summary)) or "no drafts"
     speed, prompt = f"{summary['tokens_per_second']:.1f} tokens/s", f"{summary['prompt_seconds']:.2f} s"
     tokens, ended = f"{summary['tokens']} after a prompt of {summary['prompt_tokens']}", summary.get("finish")
     if "turns" in summary:

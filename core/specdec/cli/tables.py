@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["arms_table", "columns", "json_text"]
+__all__ = ["acceptances", "arms_table", "columns", "json_text"]
 
 
 def columns(rows: Iterable[Sequence[object]], *, indent: str = "", gap: str = "  ") -> str:
@@ -28,6 +28,12 @@ def columns(rows: Iterable[Sequence[object]], *, indent: str = "", gap: str = " 
     return "\n".join(lines)
 
 
+def acceptances(counts: Mapping[str, Any]) -> list[str]:
+    """Acceptance at each depth; "-" where no round came to it. counts: has ``acceptance_by_depth`` and ``judged_by_depth``."""
+    depths = zip(counts["acceptance_by_depth"], counts["judged_by_depth"], strict=True)
+    return [f"{rate:.2f}" if judged else "-" for rate, judged in depths]
+
+
 def arms_table(arms: Sequence[Mapping[str, Any]]) -> str:
     """The comparison of draft counts as columns; arms: ``Arm.as_data`` of each, in order. No final line break."""
     head = ("", "tokens", "rounds", "tokens/round", "acceptance by depth", "tokens/s", "speed")
@@ -37,7 +43,7 @@ def arms_table(arms: Sequence[Mapping[str, Any]]) -> str:
             arm["tokens"],
             arm["rounds"],
             f"{arm['tokens_per_round']:.2f}",
-            " ".join(f"{rate:.2f}" for rate in arm["acceptance_by_depth"]) or "-",
+            " ".join(acceptances(arm)) or "-",
             f"{arm['tokens_per_second']:.1f}",
             f"{arm['speed_ratio']:.2f}x",
         )

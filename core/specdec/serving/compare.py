@@ -52,6 +52,7 @@ class Arm:
             "tokens": statistics.tokens,
             "rounds": statistics.rounds,
             "tokens_per_round": statistics.tokens_per_round,
+            "judged_by_depth": statistics.judged_by_depth,
             "acceptance_by_depth": statistics.acceptance_by_depth,
             "survival_by_depth": statistics.survival_by_depth,
             "seconds": self.seconds,

@@ -23,6 +23,7 @@ from specdec.checkpoint.reader import Checkpoint
 from specdec.checkpoint.tokenizer import Tokenizer
 from specdec.errors import CheckpointError
 
+from .geometry import Geometry
 from .gguf_tokenizer import build_tokenizer
 from .inventory import EMBEDDING, FINAL_NORM, HEAD
 
@@ -110,7 +111,8 @@ class GgufCheckpoint(Checkpoint):
         # values that are stored as floats come as a view of the file
         tensor = torch.from_numpy(values if values.flags.writeable else values.copy()).view(found.shape)
         heads = _HEADS.get(found.name.split(".")[-2])
-        return tensor if heads is None else _half_split(tensor, self.config[heads])
+        # a file may leave heads out that follow from others
+        return tensor if heads is None else _half_split(tensor, getattr(Geometry.from_config(self.config), heads))
 
     def tokenizer(self) -> Tokenizer:
         """See ``Checkpoint.tokenizer``: made from the vocabulary and merges of the metadata."""
@@ -167,9 +169,6 @@ def _settings(path: Path, contents: _Contents) -> dict[str, Any]:
     settings: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu"}
     for setting, key in _SETTINGS.items():
         settings[setting] = values.get(f"{ARCHITECTURE}.{key}")
-    if settings["num_key_value_heads"] is None:
-        # left out where every head has keys of its own
-        settings["num_key_value_heads"] = settings["num_attention_heads"]
     settings["vocab_size"] = contents.shapes[EMBEDDING][0] if EMBEDDING in contents.shapes else None
     settings["tie_word_embeddings"] = HEAD not in contents.shapes
     for name in ("bos", "eos"):
